@@ -1,0 +1,189 @@
+"""Where a command runs, what it is, and the one place that turns it into shell text.
+
+A `Command` is words, never shell text. `line(place, command)` knows ssh and the container: it wraps the words for the
+place and joins them with one `shlex.join`, which is exactly one because the hypervisor's login shell parses the line
+once. Words are `str`; bytes that are not UTF-8 travel as surrogate escapes, as in `os.fsdecode`.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+T = TypeVar("T")
+
+# `--clear-env` and `pct exec` leave PATH without /usr/local and no HOME at all, so both are always said.
+CONTAINER_ENVIRONMENT: Mapping[str, str] = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+
+# The whole line is one argument of the login shell, and Linux allows one argument 128 KiB.
+MAX_LINE_BYTES = 120_000
+
+# Reads its own words from stdin, then becomes the command; what follows on stdin is the command's. Byte-exact reads:
+# one byte too many would be lost to the command.
+_WORDS_FROM_STDIN = """
+import os, sys
+def take(n):
+    got = b""
+    while len(got) < n:
+        part = os.read(0, n - len(got))
+        if not part:
+            sys.exit("dflash-ops: the link ended before the command had arrived")
+        got += part
+    return got
+words = take(int(take(10))).split(b"\\0")
+try:
+    os.execvp(words[0], words)
+except OSError as error:
+    sys.stderr.write("dflash-ops: %s: %s\\n" % (os.fsdecode(words[0]), error.strerror))
+    sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+
+
+@dataclass(frozen=True)
+class Local:
+    """This machine."""
+
+    def __str__(self) -> str:
+        return "this machine"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A hypervisor. `address` is a host name, an address, or an alias of ~/.ssh/config."""
+
+    name: str
+    address: str
+    port: int | None = None
+    user: str | None = None
+    key: Path | None = None
+    known_hosts: Path | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container on a host. `path` holds releases, runs and shared; `gpus` are the host's indices of its GPUs, in the
+    order in which the container sees them (empty: none are declared, nothing is locked)."""
+
+    host: Host
+    vmid: int
+    path: str = "/opt/dflash"
+    python: str = "python3"
+    gpus: tuple[int, ...] = ()
+    via: Literal["lxc-attach", "pct"] = "lxc-attach"
+
+    def __str__(self) -> str:
+        return f"{self.host.name} / container {self.vmid}"
+
+
+Place = Local | Host | Container
+
+
+@dataclass(frozen=True)
+class Command:
+    """argv: the program and its words; stdin: bytes for it, then end of file."""
+
+    argv: tuple[str, ...]
+    stdin: bytes = b""
+    # Wrapped round the command on the host, before it enters the container: flock and its words.
+    host_prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ValueError("a command needs at least one word")
+        if any("\0" in word for word in (*self.argv, *self.host_prefix)):
+            raise ValueError("a word of a command can't hold a NUL byte")
+
+
+@dataclass(frozen=True)
+class Query(Generic[T]):
+    """A question and the reading of its answer, side by side; both pure."""
+
+    command: Command
+    parse: Callable[["Result"], T]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left: its exit code (128+n for signal n) and its bytes."""
+
+    place: Place
+    command: Command
+    code: int
+    out: bytes
+    err: bytes
+
+    @property
+    def last_words(self) -> str:
+        """The last non-empty line of stderr, else of stdout: what a user needs first."""
+        for stream in (self.err, self.out):
+            lines = [text.strip() for text in stream.decode("utf-8", "replace").split("\n") if text.strip()]
+            if lines:
+                return lines[-1]
+        return f"exit code {self.code}, no output"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Shell text for a place, and the bytes that must precede the command's own stdin."""
+
+    text: bytes
+    stdin_head: bytes = b""
+
+
+def line(place: Place, command: Command) -> Line:
+    """The shell text that runs `command` at `place`.
+
+    Through pct, argv is decoded by locale on its way, so words that are not valid UTF-8 go by stdin; so do words too
+    long for one line. ValueError when a host's own command is too long: there is nothing there to read it from stdin.
+    """
+    match place:
+        case Local():
+            return Line(_encode(shlex.join(_with_env(command.argv, command.env))))
+        case Host():
+            text = _encode(shlex.join((*command.host_prefix, *_with_env(command.argv, command.env))))
+            if len(text) > MAX_LINE_BYTES:
+                raise ValueError(f"a command for {place} is {len(text)} bytes long; {MAX_LINE_BYTES} are allowed")
+            return Line(text)
+        case Container():
+            attach = _attach(place)
+            environment = {**CONTAINER_ENVIRONMENT, **command.env}
+            words = ("env", "-i", *(f"{key}={value}" for key, value in environment.items()))
+            text = _encode(shlex.join((*command.host_prefix, *attach, *words, *command.argv)))
+            unsafe = place.via == "pct" and not all(_is_utf8(word) for word in command.argv)
+            if not unsafe and len(text) <= MAX_LINE_BYTES:
+                return Line(text)
+            packed = b"\0".join(_encode(word) for word in command.argv)
+            reader = (place.python, "-c", _WORDS_FROM_STDIN)
+            text = _encode(shlex.join((*command.host_prefix, *attach, *words, *reader)))
+            return Line(text, b"%010d" % len(packed) + packed)
+
+
+def _attach(container: Container) -> tuple[str, ...]:
+    if container.via == "lxc-attach":
+        return ("lxc-attach", "-n", str(container.vmid), "--clear-env", "--")
+    return ("env", "LC_ALL=C.UTF-8", "pct", "exec", str(container.vmid), "--")
+
+
+def _with_env(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[str, ...]:
+    return ("env", *(f"{key}={value}" for key, value in env.items()), *argv) if env else argv
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The bundled DFlash drafter trainer. It runs in the container and knows nothing of dflash_ops."""
