@@ -1,0 +1,388 @@
+"""The DFlash drafter: config and model, in the z-lab format that transformers, SGLang and vLLM load.
+
+A block of T tokens (the clean anchor token, then T-1 masks) is denoised in one forward. Each layer attends from the
+block's tokens to the context's keys and values, projected from the target's features, and to the block itself, in both
+directions. The context is never updated: every layer projects the same `context` anew. Embedding and head are the
+target's, frozen, and not in the model.
+
+Shape legend: see features.py. `head_dim` is written D, attention heads A, key/value heads G.
+"""
+
+# torch's own signatures leave `nn.functional` and flex attention partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+INITIALIZER_RANGE = 0.02  # standard deviation of every fresh linear weight, transformers' default for Qwen3
+
+# What may be seen: a boolean tensor [B, 1, Q, S+Q] (True = seen), a flex BlockMask of that shape, or None = everything.
+Attention = Tensor | BlockMask | None
+# cos and sin, each [B, 1, positions, D].
+Rotation = tuple[Tensor, Tensor]
+# Keys and values, each [B, G, tokens, D]; keys are normed and rotated.
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What defines a drafter. Sizes are the target's own where the two share something."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    block_size: int  # T: tokens in a block, the anchor included
+    target_layer_ids: tuple[int, ...]  # zero-based: the feature is the residual stream AFTER this layer of the target
+    num_target_layers: int
+    mask_token_id: int
+    max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = field(default=None)  # transformers' keys: rope_type, factor, ...
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads can't share {self.num_kv_heads} key/value heads")
+        if self.block_size < 2:
+            raise ValueError(f"block_size {self.block_size}: a block needs the anchor and at least one mask")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers {self.num_layers}: a drafter needs at least one layer")
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: the drafter needs at least one layer of the target")
+        wrong = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        if wrong:
+            raise ValueError(f"target_layer_ids {wrong}: the target has layers 0..{self.num_target_layers - 1}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def feature_size(self) -> int:
+        """F: the width of a context token's features, all captured layers side by side."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def to_json(self) -> dict[str, Any]:
+        """The config.json of the z-lab format; block_size stands in both places that loaders look at."""
+        scaling = None if self.rope_scaling is None else dict(self.rope_scaling)
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+            },
+            "is_causal": False,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position_embeddings,
+            "layer_types": ["full_attention"] * self.num_layers,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": self.num_layers,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "initializer_range": INITIALIZER_RANGE,
+            "dtype": "bfloat16",
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "DraftConfig":
+        """Reads a z-lab config.json, ours or another trainer's.
+
+        Raises ValueError naming the key that is missing, or a feature this model doesn't have.
+        """
+        dflash = cast(Mapping[str, Any], data.get("dflash_config") or {})
+
+        def need(key: str, *places: Mapping[str, Any]) -> Any:
+            for place in places or (data,):
+                if place.get(key) is not None:
+                    return place[key]
+            raise ValueError(f"drafter config: {key} is missing")
+
+        architectures = data.get("architectures") or ["DFlashDraftModel"]
+        if architectures != ["DFlashDraftModel"]:
+            raise ValueError(f"drafter config: architectures {architectures}, expected ['DFlashDraftModel']")
+        if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
+            raise ValueError("drafter config: layer_types other than full_attention are not supported")
+        if data.get("is_causal") or dflash.get("causal"):
+            raise ValueError("drafter config: a causal block is not supported")
+        if data.get("attention_bias"):
+            raise ValueError("drafter config: attention_bias is not supported")
+        parameters = cast(dict[str, Any], dict(data.get("rope_parameters") or data.get("rope_scaling") or {}))
+        theta = parameters.pop("rope_theta", None) or need("rope_theta")
+        scaling = parameters if parameters.get("rope_type", parameters.get("type", "default")) != "default" else None
+        return cls(
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=need("num_attention_heads"),
+            num_kv_heads=need("num_key_value_heads"),
+            head_dim=need("head_dim"),
+            vocab_size=need("vocab_size"),
+            rms_norm_eps=need("rms_norm_eps"),
+            block_size=need("block_size", dflash, data),
+            target_layer_ids=tuple(need("target_layer_ids", dflash)),
+            num_target_layers=need("num_target_layers", data, dflash),
+            mask_token_id=need("mask_token_id", dflash),
+            max_position_embeddings=need("max_position_embeddings"),
+            rope_theta=float(theta),
+            rope_scaling=scaling,
+        )
+
+
+def default_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """z-lab's rule: evenly spaced from layer 1 to layer L-3, or the middle layer when only one is captured.
+
+    Raises ValueError when the target has too few layers for `count` different ones.
+    """
+    if count == 1:
+        return (num_target_layers // 2,)
+    ids = tuple(round(1 + j * (num_target_layers - 4) / (count - 1)) for j in range(count))
+    if num_target_layers < 4 or len(set(ids)) < count:
+        raise ValueError(
+            f"a target of {num_target_layers} layers has no {count} layers between its 2nd and its 3rd last"
+        )
+    return ids
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in float32 (or wider), result in the input's dtype.
+
+    Not torch's: that one leaves its fused path, with a warning, when float32 weights meet bfloat16 inputs (autocast).
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding of the target: positions [B, tokens] to cos and sin. Holds nothing that is saved.
+
+    float32 whatever the model's dtype: position 3000 in bfloat16 is not an integer any more.
+    """
+
+    frequencies: Tensor  # [D/2]
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.scaling = 1.0  # YaRN's attention factor, on cos and sin
+        if config.rope_scaling is None:
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+            frequencies = 1.0 / config.rope_theta**exponents
+        else:
+            frequencies, self.scaling = scaled_frequencies(config)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Moves with the model, but keeps its dtype when the model changes its own."""
+        exact = self.frequencies
+        super()._apply(fn, recurse)
+        self.frequencies = exact.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor) -> Rotation:
+        angles = positions[:, None, :, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
+    """Frequencies [D/2] and the attention factor of a scaled RoPE, by transformers' own rules (yarn, llama3, linear).
+
+    Raises ValueError for rules whose frequencies depend on the length of the text: they can't be cached.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(config.rope_scaling or {})
+    kind = str(scaling.get("rope_type", scaling.get("type")))
+    if kind not in ("yarn", "llama3", "linear"):
+        raise ValueError(f"rope scaling {kind!r} is not supported: yarn, llama3 and linear are")
+    parameters = {**scaling, "rope_type": kind, "rope_theta": config.rope_theta}
+    as_transformers = SimpleNamespace(
+        rope_parameters=parameters,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        standardize_rope_params=lambda: None,
+    )
+    return ROPE_INIT_FUNCTIONS[kind](as_transformers, torch.device("cpu"))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turns the two halves of each head (the "neox" layout) by the positions' angles; x [B, heads, tokens, D]."""
+    cos, sin = rotation
+    first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+    wide = torch.cat((first, second), dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention from the block to the context and to itself, with normed queries and keys."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.grouped = config.num_heads != config.num_kv_heads
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, tokens, heads*D] -> [B, heads, tokens, D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        """Keys (normed, rotated) and values of tokens x [B, tokens, H]: the same weights for context and block."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, rotation: Rotation, context: KeyValue, attention: Attention) -> Tensor:
+        """x [B, Q, H] sees `context` and itself as far as `attention` lets it; returns [B, Q, H]."""
+        query = rotate(self.q_norm(self._heads(self.q_proj(x))), rotation)
+        key, value = self.key_value(x, rotation)
+        key, value = torch.cat((context[0], key), dim=2), torch.cat((context[1], value), dim=2)
+        if isinstance(attention, BlockMask):
+            seen = flex_attention(query, key, value, block_mask=attention, enable_gqa=self.grouped)
+        else:
+            seen = F.scaled_dot_product_attention(query, key, value, attn_mask=attention, enable_gqa=self.grouped)
+        return self.o_proj(seen.transpose(1, 2).flatten(2))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and MLP on the block's stream; the context has its norm (hidden_norm) and gets no other."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotation: Rotation, context: KeyValue, attention: Attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, context, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftCache:
+    """Keys and values of the context in every layer, for decoding. A block's own are never kept."""
+
+    def __init__(self) -> None:
+        self._layers: list[KeyValue] = []
+
+    @property
+    def length(self) -> int:
+        """Context tokens held."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
+    def extend(self, layer: int, new: KeyValue) -> KeyValue:
+        """Appends a layer's new context keys and values; returns all of them."""
+        if layer == len(self._layers):
+            self._layers.append(new)
+        else:
+            old = self._layers[layer]
+            self._layers[layer] = (torch.cat((old[0], new[0]), dim=2), torch.cat((old[1], new[1]), dim=2))
+        return self._layers[layer]
+
+    def crop(self, length: int) -> None:
+        """Forgets every context token from position `length` on."""
+        self._layers = [(key[:, :, :length], value[:, :, :length]) for key, value in self._layers]
+
+
+class DraftModel(nn.Module):
+    """The drafter: 11n + 3 tensors, named as the z-lab format names them."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INITIALIZER_RANGE)
+
+    def forward(
+        self,
+        features_BSF: Tensor,
+        embeds_BQH: Tensor,
+        context_positions_BS: Tensor,
+        block_positions_BQ: Tensor,
+        attention: Attention,
+    ) -> Tensor:
+        """Training: all blocks of a row side by side. `attention` is over the S context keys, then the Q block keys.
+
+        features_BSF: the target's features; embeds_BQH: the target's embedding of the blocks' tokens.
+        Returns the hidden states [B, Q, H] that the target's head turns into logits.
+        """
+        context = self.hidden_norm(self.fc(features_BSF))
+        context_rotation, rotation = self.rotary(context_positions_BS), self.rotary(block_positions_BQ)
+        x = embeds_BQH
+        for layer in cast("list[DraftLayer]", self.layers):
+            x = layer(x, rotation, layer.self_attn.key_value(context, context_rotation), attention)
+        return self.norm(x)
+
+    def forward_cached(self, features_new: Tensor, embeds: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
+        """Decoding: one block, after the context in `cache` and the new context tokens, which join the cache.
+
+        features_new: [B, new, F] (new may be 0 once the cache holds something); embeds: [B, T, H];
+        positions: [B, new + T], first those of the new context tokens, then the block's. Returns [B, T, H].
+        """
+        new = features_new.shape[1]
+        context = self.hidden_norm(self.fc(features_new))
+        context_rotation, rotation = self.rotary(positions[:, :new]), self.rotary(positions[:, new:])
+        x = embeds
+        for index, layer in enumerate(cast("list[DraftLayer]", self.layers)):
+            held = cache.extend(index, layer.self_attn.key_value(context, context_rotation))
+            x = layer(x, rotation, held, None)
+        return self.norm(x)
