@@ -1,0 +1,223 @@
+"""TrainConfig: one TOML file says what is trained. Imports neither torch nor transformers, so that checking is quick.
+
+    config = load(Path("config.toml"), sets=["train.steps=200"])
+
+A mistake is a ConfigFault: which file, which key, why, and the nearest right key.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+SCHEMA_VERSION = 1
+
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+class ConfigFault(ValueError):
+    """A config that the trainer refuses. `key` is dotted ("train.steps"), "" when the file as a whole is wrong."""
+
+    def __init__(self, file: str, key: str, why: str, nearest: str | None = None) -> None:
+        self.file, self.key, self.why, self.nearest = file, key, why, nearest
+        place = f"{file}: {key}" if key else file
+        super().__init__(f"{place}: {why}" + (f"; did you mean {nearest}?" if nearest else ""))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class TargetSection(Section):
+    """[target]: the frozen model that the drafter learns to predict."""
+
+    path: str
+    """A local folder (relative to where the trainer runs: the release) or a Hugging Face hub name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and features of the target. auto: bfloat16 on CUDA, float32 on the CPU."""
+
+
+class DraftSection(Section):
+    """[draft]: the shape of the drafter; the sizes not named here are the target's own."""
+
+    layers: int = Field(default=5, ge=1)
+    """Decoder layers of the drafter."""
+    block: int = Field(default=16, ge=2, le=128)
+    """Tokens in a block, the anchor included."""
+    captured: int = Field(default=5, ge=1)
+    """How many layers of the target are captured, evenly spaced, when target_layer_ids names none."""
+    target_layer_ids: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    """Captured layers, zero-based: the feature is the residual stream after that layer (z-lab's ids)."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Token that stands for "not known yet"; must not occur in the data. None: the target's own choice."""
+
+
+class DataSection(Section):
+    """[data]: conversations, one JSON object a line: {"id": ..., "messages": [{"role": ..., "content": ...}, ...]}."""
+
+    train: str
+    """JSONL file to learn from."""
+    heldout: str | None = None
+    """JSONL file that is only measured on."""
+    row_tokens: int = Field(default=1024, ge=8)
+    """Tokens in a row; several conversations are packed into one, longer ones are cut. CUDA wants a multiple of 128."""
+    last_turn_only: bool = False
+    """Learn from the last answer of a conversation only, instead of from all."""
+    shuffle: bool = True
+    """A new order of the conversations in each epoch, drawn from train.seed."""
+
+
+class TrainSection(Section):
+    """[train]: the course of the training."""
+
+    steps: int = Field(ge=1)
+    """Optimiser steps of the whole training."""
+    rows_per_step: int = Field(default=8, ge=1)
+    """Rows that one optimiser step learns from."""
+    micro_rows: int | None = Field(default=None, ge=1)
+    """Rows in one forward; divides rows_per_step; smaller saves memory, changes no result. None: all at once."""
+    anchors: int = Field(default=128, ge=1)
+    """Blocks per row, spread evenly over its conversations."""
+    loss: Literal["exp-decay", "d-pace"] = "d-pace"
+    """Weights of a block's slots: fixed exponential decay, or D-PACE (by how likely the slots before are accepted)."""
+    gamma: float | None = Field(default=None, gt=0)
+    """exp-decay: slots after which the weight has fallen to 1/e. None: 7, 5, 4 for blocks of 16, 10, 8."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """d-pace: how far each slot's chance of acceptance is lifted towards 1."""
+    lr: float = Field(default=6e-4, gt=0)
+    """Highest learning rate."""
+    warmup_ratio: float = Field(default=0.04, ge=0, le=1)
+    """Share of the steps in which the learning rate rises; it falls to 0 as a cosine after."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of the matrices (norms have none)."""
+    clip: float = Field(default=1.0, gt=0)
+    """Highest norm of the whole gradient."""
+    seed: int = Field(default=0, ge=0)
+    """Draws weights, order of the data and anchors."""
+    chunk_blocks: int = Field(default=256, ge=1)
+    """Blocks whose logits exist at one time; smaller saves memory, changes no result."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between two records."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between two measurements on data.heldout; 0: at the end only."""
+    checkpoint_every: int = Field(default=100, ge=1)
+    """Steps between two checkpoints; the last step makes one in any case."""
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are deleted."""
+    device: Device = "auto"
+    """Where the drafter trains: auto (the first GPU, or the CPU), cpu, cuda:N."""
+    target_device: Device | None = None
+    """Where the target runs. None: with the drafter."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> "TrainSection":
+        if self.micro_rows is not None and self.rows_per_step % self.micro_rows:
+            raise ValueError(f"micro_rows {self.micro_rows} does not divide rows_per_step {self.rows_per_step}")
+        return self
+
+
+class TrainConfig(Section):
+    """The whole file."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    """Version of this format."""
+    init_from: str | None = None
+    """Folder of a drafter whose weights the training starts with (its shape must be [draft]'s). None: fresh weights."""
+    target: TargetSection
+    draft: DraftSection = DraftSection()
+    data: DataSection
+    train: TrainSection
+
+
+def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None = None) -> TrainConfig:
+    """Reads a config from a file or from TOML text as bytes; `sets` are "key=value" words that override it.
+
+    file: the name that errors show; default: the path, or "config". Raises ConfigFault.
+    """
+    if isinstance(source, bytes):
+        name, content = file or "config", source
+    else:
+        name = file or str(source)
+        try:
+            content = Path(source).read_bytes()
+        except OSError as error:
+            raise ConfigFault(name, "", f"can't be read: {error.strerror}") from error
+    try:
+        data = tomllib.loads(content.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigFault(name, "", f"not TOML: {error}") from error
+    for word in sets:
+        _override(data, word)
+    version = data.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        why = f"{version} is newer than this trainer, which knows {SCHEMA_VERSION}"
+        raise ConfigFault(name, "schema_version", why)
+    try:
+        return TrainConfig.model_validate(data)
+    except ValidationError as error:
+        raise _fault(name, error) from error
+
+
+def _override(data: dict[str, Any], word: str) -> None:
+    """Puts one `--set key=value` into the file's data; the value is TOML, or text when it isn't."""
+    key, equals, text = word.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigFault("--set", word, 'expected key=value, as in "train.steps=200"')
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = data.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigFault("--set", key, f"{section} is a value, not a section")
+        data = cast(dict[str, Any], inner)
+    data[last] = value
+
+
+def _fault(file: str, error: ValidationError) -> ConfigFault:
+    """The first finding of pydantic, as one of ours; an unknown key goes before a missing one, which it explains."""
+    findings = error.errors(include_url=False)
+    first = next((f for f in findings if f["type"] == "extra_forbidden"), findings[0])
+    key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("tuple["))
+    if first["type"] == "extra_forbidden":
+        return ConfigFault(file, key, "unknown key", _nearest(key))
+    why = {
+        "missing": "missing",
+        "string_pattern_mismatch": f"{first['input']!r} is not one of auto, cpu, cuda, cuda:N",
+        "value_error": first["msg"].removeprefix("Value error, "),
+    }.get(first["type"], f"{first['msg'].replace('Input should', 'should')}, got {first['input']!r}")
+    return ConfigFault(file, key, why)
+
+
+def _nearest(key: str) -> str | None:
+    """The right key that resembles a wrong one: the same word in another section, or a similar word, here first."""
+    section, _, word = key.rpartition(".")
+    keys = sorted(known_keys(), key=lambda known: known.rpartition(".")[0] != section)
+    words = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    here = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == section]
+    close = [word] if word in words else difflib.get_close_matches(word, here, n=1)
+    close = close or difflib.get_close_matches(word, words, n=1)
+    return words[close[0]] if close else None
+
+
+def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the format, dotted, sections included."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from known_keys(info.annotation, f"{prefix}{name}.")
+
+
+def default_gamma(block: int) -> float:
+    """The published decay for a block size: 7 for 16, 5 for 10, 4 for 8."""
+    return 7.0 if block >= 16 else 5.0 if block >= 10 else 4.0
+
+
+def as_mapping(config: TrainConfig) -> Mapping[str, Any]:
+    """The config with every default filled in, as plain values."""
+    return config.model_dump(mode="json")

@@ -1,0 +1,121 @@
+"""What a run's folder holds, as far as the trainer writes it. Imports neither torch nor transformers.
+
+Readers may be older or newer than the writer: they ignore keys they don't know; `schema_version` says what they read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SCHEMA_VERSION = 1
+
+State = Literal["starting", "training", "stopped", "finished", "failed"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+
+class Status(Record):
+    """status.json: where the training stands. Loss and the like are None until the first step is logged."""
+
+    schema_version: int = SCHEMA_VERSION
+    state: State
+    step: int
+    """Steps done."""
+    total_steps: int
+    loss: float | None = None
+    """Training loss of the last logged step."""
+    first_loss: float | None = None
+    """Training loss of the first logged step of the whole training, resumed parts included."""
+    accept: float | None = None
+    """Acceptance length of the last logged step, teacher-forced over the sampled anchors, bonus token included."""
+    heldout_loss: float | None = None
+    heldout_accept: float | None = None
+    """The same two on the held-out data, at their last measurement."""
+    tokens_per_s: float | None = None
+    """Tokens per second since the record before (tokens as in StepRecord)."""
+    checkpoint: str | None = None
+    """Name of the newest checkpoint in checkpoints/."""
+    updated_at: str
+    """RFC 3339, UTC."""
+    error: str | None = None
+    """Why the training failed, one line."""
+
+
+class StepRecord(Record):
+    """One line of metrics.jsonl: the figures of one step, not of the steps since the line before."""
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    """1 for the first."""
+    loss: float
+    accuracy: float
+    """Share of supervised slots whose best token is the label."""
+    accept: float
+    """Acceptance length, teacher-forced over the sampled anchors, bonus token included: 1 to block."""
+    lr: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    tokens: int
+    """Tokens of conversations, prompts included and padding not, that this step's rows held."""
+    tokens_per_s: float
+    """Such tokens per second, over the steps since the record before."""
+    seconds: float
+    """Since this process began to train."""
+    time: str
+    """RFC 3339, UTC."""
+    heldout_loss: float | None = None
+    heldout_accept: float | None = None
+    """Of the held-out data, when it was measured after this step."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The files of a run."""
+
+    path: Path
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / checkpoint_name(step)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def read_status(content: bytes) -> Status | None:
+    """A status.json; None when there is none to be read in it."""
+    try:
+        return Status.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+def read_metrics(content: bytes) -> list[StepRecord]:
+    """The whole lines of a metrics.jsonl; a torn last line, or one from a writer we don't understand, is left out."""
+    records: list[StepRecord] = []
+    for line in content.split(b"\n"):
+        try:
+            records.append(StepRecord.model_validate_json(line))
+        except ValidationError:
+            continue
+    return records
