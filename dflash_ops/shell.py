@@ -1,0 +1,544 @@
+"""The one door to the world: commands on this machine, on a host, in a container; bytes in, bytes out, an exit code.
+
+    with Shell() as shell:
+        result = shell.run(container, Command(("nvidia-smi", "-L")))
+
+One connection per host, opened when first needed, with many channels; safe to use from several threads. A `Result` of a
+container's command means that the command ran in there: when the container is stopped or missing, that is raised.
+A command in a container outlives its connection: TimedOutError and UnreachableError say that we stopped waiting, not
+that it has ended.
+"""
+
+import contextlib
+import os
+import selectors
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from dflash_ops.command import Command, Container, Host, Line, Local, Place, Query, Result, line
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError, TimedOutError, VerificationError
+
+if TYPE_CHECKING:
+    from dflash_ops.ssh import Link
+
+T = TypeVar("T")
+OnBytes = Callable[[bytes], None]
+
+_TICK_SECONDS = 0.5  # how often a wait looks whether the link still lives
+_CODE_SECONDS = 15.0  # an exit code follows the end of the output at once, unless the link broke
+_STAGES = "/var/tmp/dflash-ops-stage-"
+
+# Makes a folder that lives as long as this command's stdin. Folders of earlier ones that nobody holds any more (the
+# kernel frees a flock with its holder) are removed first; the lock keeps a folder from being taken between its making
+# and its locking. One line and no "!": root's login shell may be csh. systemd-tmpfiles leaves locked folders alone.
+_STAGE_SCRIPT = (
+    "umask 077; exec 8>/run/lock/dflash-ops-stage.lock && flock -w 30 8 || exit 7; "
+    f"for old in {_STAGES}*; do "
+    'if [ -d "$old" ] && [ -O "$old" ] && flock -n "$old" true; then rm -rf -- "$old"; fi; done; '
+    f"stage=$(mktemp -d {_STAGES}XXXXXXXX) || exit 6; "
+    'exec 9<"$stage" && flock -n 9 || exit 1; exec 8>&-; '
+    "trap 'rm -rf -- \"$stage\"' EXIT; trap 'exit 1' HUP INT TERM; "
+    'echo "stage:$stage"; cat >/dev/null'
+)
+
+
+class Process(Protocol):
+    """A running command: dflash_ops.ssh.RemoteProcess or LocalProcess."""
+
+    def read(self, seconds: float) -> tuple[bytes, bytes, bool]: ...
+    def write(self, data: bytes) -> None: ...
+    def close_stdin(self) -> None: ...
+    def code(self, seconds: float) -> int | None: ...
+    def end(self) -> None: ...
+
+
+class LocalProcess:
+    """A command on this machine, behind the same methods as one behind a channel."""
+
+    def __init__(self, command: Command) -> None:
+        words = [os.fsencode(word) for word in command.argv]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, **command.env}
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._stdin, self._out, self._err = self._process.stdin, self._process.stdout, self._process.stderr
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._out, selectors.EVENT_READ)
+        self._selector.register(self._err, selectors.EVENT_READ)
+
+    def read(self, seconds: float) -> tuple[bytes, bytes, bool]:
+        got = {self._out: b"", self._err: b""}
+        for key, _ in self._selector.select(seconds):
+            got[key.fileobj] = os.read(key.fd, 1 << 20)  # pyright: ignore[reportArgumentType] (it is what we registered)
+            if not got[key.fileobj]:  # pyright: ignore[reportArgumentType]
+                self._selector.unregister(key.fileobj)
+        return got[self._out], got[self._err], not self._selector.get_map()
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._stdin.write(view) or 0 :]
+
+    def close_stdin(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended already
+            self._stdin.close()
+
+    def code(self, seconds: float) -> int | None:
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return code if code >= 0 else 128 - code
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self.close_stdin()
+        self._selector.close()
+        self._out.close()
+        self._err.close()
+
+
+class Conversation:
+    """A command that we talk with, line by line. It ends when its stdin does; `shell.converse` makes it."""
+
+    def __init__(self, place: Place, command: Command, process: Process, timeout: float) -> None:
+        self._place, self._command, self._process, self._timeout = place, command, process, timeout
+        self._out = bytearray()
+        self._err = bytearray()
+        self._ended = False
+
+    def say(self, data: bytes) -> None:
+        """Sends bytes. An ended command is not an error here: the next `hear` says how it ended."""
+        with contextlib.suppress(OSError):
+            self._process.write(data)
+
+    def speaks(self) -> bool:
+        """Waits for its first words; False when it ended without any on stdout."""
+        self._read(lambda: bool(self._out), self._timeout)
+        return bool(self._out)
+
+    def hear(self, *, timeout: float | None = None) -> bytes | None:
+        """The next line without its line break; None when the command has ended its output."""
+        self._read(lambda: b"\n" in self._out, self._timeout if timeout is None else timeout)
+        if not self._out:
+            return None
+        text, _, rest = bytes(self._out).partition(b"\n")
+        self._out = bytearray(rest)
+        return text
+
+    def finish(self, *, timeout: float | None = None) -> Result:
+        """Ends its stdin, waits for its end, and gives what it left unheard."""
+        self._process.close_stdin()
+        self._read(lambda: False, self._timeout if timeout is None else timeout)
+        code = self._process.code(_CODE_SECONDS)
+        if code is None:
+            raise _timed_out(self._place, self._command, _CODE_SECONDS)
+        return Result(self._place, self._command, code, bytes(self._out), bytes(self._err))
+
+    def end(self) -> None:
+        """Lets go of it: its stdin ends, and nobody waits."""
+        self._process.close_stdin()
+        self._process.end()
+
+    def _read(self, enough: Callable[[], bool], limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while not self._ended and not enough():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _timed_out(self._place, self._command, limit)
+            out, err, self._ended = self._process.read(min(left, _TICK_SECONDS))
+            self._out += out
+            self._err += err
+
+
+@dataclass
+class _Known:
+    """What this Shell has learned of a host."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: "Link | None" = None
+    has_lxc_attach: bool | None = None
+
+
+class Shell:
+    """The door. connect_timeout: seconds to be connected and logged in; command_timeout: seconds for a command to end,
+    where the call does not say otherwise."""
+
+    def __init__(self, *, connect_timeout: float = 15.0, command_timeout: float = 60.0) -> None:
+        self._connect_timeout = connect_timeout
+        self._command_timeout = command_timeout
+        self._lock = threading.Lock()
+        self._hosts: dict[Host, _Known] = {}
+
+    def __enter__(self) -> "Shell":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            hosts, self._hosts = self._hosts, {}
+        for known in hosts.values():
+            if known.link is not None:
+                known.link.close()
+
+    # -- commands
+
+    def run(self, place: Place, command: Command, *, timeout: float | None = None, check: bool = False) -> Result:
+        """Runs a command to its end. With `check`, an exit code other than 0 raises what `explain` says of it.
+
+        TimedOutError after `timeout` seconds; UnreachableError when the link breaks.
+        """
+        out, err = bytearray(), bytearray()
+        limit = self._command_timeout if timeout is None else timeout
+
+        def once(place: Place) -> Result:
+            out.clear()
+            err.clear()
+            code = self._pump(place, command, out.extend, err.extend, None, total=limit)
+            return Result(place, command, code, bytes(out), bytes(err))
+
+        result = self._inside(place, once)
+        if check and result.code != 0:
+            raise _failed(result)
+        return result
+
+    def ask(self, place: Place, query: Query[T], *, timeout: float | None = None) -> T:
+        """Runs a question and reads its answer."""
+        return query.parse(self.run(place, query.command, timeout=timeout))
+
+    def stream(
+        self,
+        place: Place,
+        command: Command,
+        *,
+        on_out: OnBytes,
+        on_err: OnBytes | None = None,
+        stdin: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Runs a command and hands its output on as it comes; gives its exit code.
+
+        stdin: a file descriptor to feed the command from, after its own stdin. timeout: the longest silence, in
+        seconds; None waits for ever, as long as the host shows signs of life.
+        """
+        if stdin is not None and isinstance(place, Container):
+            self._settle(place)  # live input can't be sent twice
+        emit_err = on_err or _drop
+
+        def once(place: Place) -> Result:
+            gate = _Gate(emit_err) if isinstance(place, Container) else None
+            code = self._pump(place, command, on_out, gate or emit_err, stdin, idle=timeout)
+            result = Result(place, command, code, b"", bytes(gate.held) if gate else b"")
+            return result
+
+        result = self._inside(place, once)
+        if result.err:
+            emit_err(result.err)
+        return result.code
+
+    @contextlib.contextmanager
+    def converse(
+        self, place: Place, command: Command, *, timeout: float | None = None
+    ) -> Generator["Conversation", None, None]:
+        """A command that we talk with while it runs. Its stdin stays open, after command.stdin, until the block ends.
+
+        The command speaks first: the block begins with its first words, or its end.
+        timeout: the longest wait for a line, in seconds, unless `hear` says otherwise.
+        """
+        limit = self._command_timeout if timeout is None else timeout
+        talk: Conversation | None = None
+
+        def once(place: Place) -> Result:
+            nonlocal talk
+            process, head = self._start(place, command)
+            talk = Conversation(place, command, process, limit)
+            try:
+                talk.say(head + command.stdin)
+                return Result(place, command, 0, b"", b"") if talk.speaks() else talk.finish()
+            except BaseException:
+                talk.end()
+                raise
+
+        try:
+            self._inside(place, once)
+            assert talk is not None
+            yield talk
+        finally:
+            if talk is not None:
+                talk.end()
+
+    def interactive(self, place: Place, command: Command) -> int:
+        """Runs a command on the user's own terminal; gives its exit code."""
+        from dflash_ops.terminal import attach, size
+
+        command = replace(command, env={"TERM": os.environ.get("TERM", "xterm-256color"), **command.env})
+        if isinstance(place, Local):
+            return subprocess.call([os.fsencode(word) for word in command.argv], env={**os.environ, **command.env})
+        if isinstance(place, Container):
+            place = self._settle(place)
+        text = line(place, command)
+        if text.stdin_head:
+            raise OpsError("a command for a terminal is too long, or not UTF-8", where=str(place))
+        columns, rows = size()
+        process = self._link(_host(place)).start(text.text, terminal=(command.env["TERM"], columns, rows))
+        try:
+            attach(process)
+            return process.code(_CODE_SECONDS) or 0
+        finally:
+            process.end()
+
+    # -- files
+
+    @contextlib.contextmanager
+    def staging(self, host: Host) -> Generator[str, None, None]:
+        """A folder (0700) on the host that is gone when the block ends, also by a broken link; what killed clients have
+        left there is removed first. Gives its path."""
+        command = Command(("sh", "-c", _STAGE_SCRIPT))
+        with self.converse(host, command) as talk:
+            while (text := talk.hear()) is not None:
+                if text.startswith(b"stage:"):
+                    break
+            else:
+                result = talk.finish()
+                if result.code == 7:
+                    raise TimedOutError("the staging lock stayed taken", where=str(host), why=result.last_words)
+                raise PreflightError("no staging folder could be made", where=str(host), why=result.last_words)
+            yield os.fsdecode(text.removeprefix(b"stage:"))
+            talk.finish()
+
+    def send(self, host: Host, source: bytes | Path, remote_path: str) -> int:
+        """Writes a file on the host over SFTP, checks its size, and gives it. A full disk raises PreflightError."""
+        wanted = len(source) if isinstance(source, bytes) else source.stat().st_size
+        with self._link(host).sftp() as sftp:
+            try:
+                with sftp.open(remote_path, "wb") as remote:
+                    remote.set_pipelined(True)
+                    if isinstance(source, bytes):
+                        remote.write(source)
+                    else:
+                        with source.open("rb") as file:
+                            while part := file.read(1 << 18):
+                                remote.write(part)
+                got = sftp.stat(remote_path).st_size
+            except OSError as error:
+                raise self._no_space(host, remote_path, wanted, error) from error
+        if got != wanted:
+            raise VerificationError(
+                "the upload is not whole",
+                where=f"{host}:{remote_path}",
+                why=f"{got} of {wanted} bytes",
+                next="run it again",
+            )
+        return wanted
+
+    def _no_space(self, host: Host, remote_path: str, wanted: int, error: OSError) -> OpsError:
+        """SFTP says no more than "Failure"; df tells whether that was a full disk."""
+        folder = remote_path.rpartition("/")[0] or "/"
+        result = self.run(host, Command(("df", "-B1", "--output=avail", "--", folder)))
+        free = int(result.out.split()[-1]) if result.code == 0 and result.out.split()[-1:] else None
+        why = f"{error}"
+        if free is not None and free < wanted:
+            return PreflightError(
+                "the host's disk is full",
+                where=f"{host}:{folder}",
+                why=f"{wanted} bytes to send, {free} left",
+                next=f"free some space: df -h {folder}",
+            )
+        return OpsError("the upload failed", where=f"{host}:{remote_path}", why=why)
+
+    # -- containers
+
+    def explain(self, container: Container, result: Result) -> OpsError:
+        """Why a command for a container failed: asks `pct status`, which tells stopped from missing."""
+        status = self.run(container.host, Command(("pct", "status", str(container.vmid))))
+        host, vmid = container.host, container.vmid
+        if status.code == 0 and b"stopped" in status.out:
+            return PreflightError(
+                f"container {vmid} is stopped", where=str(host), next=f"on the host: pct start {vmid}"
+            )
+        if b"does not exist" in status.err:
+            return NotFoundError(
+                f"there is no container {vmid}",
+                where=str(host),
+                why=status.last_words,
+                next="on the host: pct list; then correct `vmid` in the inventory",
+            )
+        if status.code == 127:
+            return PreflightError(
+                "the host has no pct", where=str(host), why=status.last_words, next="check that it is a Proxmox VE host"
+            )
+        return _failed(result)
+
+    def _inside(self, place: Place, once: Callable[[Place], Result]) -> Result:
+        """Runs `once` at the place; by pct if it turns out that the host has no lxc-attach. Raises when the command
+        never got into its container."""
+        if not isinstance(place, Container):
+            return once(place)
+        known = self._known(place.host)
+        if known.has_lxc_attach is False:
+            place = replace(place, via="pct")
+        result = once(place)
+        if result.code in (69, 127) and place.via == "lxc-attach" and known.has_lxc_attach is None:
+            settled = self._settle(place)
+            if settled != place:
+                return self._inside(settled, once)
+        if _never_entered(result):
+            error = self.explain(place, result)
+            if isinstance(error, PreflightError | NotFoundError):
+                raise error
+        return result
+
+    def _settle(self, container: Container) -> Container:
+        """The container, by pct if its host has no lxc-attach. Asks the host once."""
+        if container.via == "pct":
+            return container
+        known = self._known(container.host)
+        if known.has_lxc_attach is None:
+            asked = self.run(container.host, Command(("sh", "-c", "command -v lxc-attach")))
+            known.has_lxc_attach = asked.code == 0
+        return container if known.has_lxc_attach else replace(container, via="pct")
+
+    # -- underneath
+
+    def _known(self, host: Host) -> _Known:
+        with self._lock:
+            return self._hosts.setdefault(host, _Known())
+
+    def _link(self, host: Host) -> "Link":
+        from dflash_ops.ssh import connect
+
+        known = self._known(host)
+        with known.lock:
+            if known.link is None:
+                known.link = connect(host, timeout=self._connect_timeout)
+            return known.link
+
+    def _start(self, place: Place, command: Command) -> tuple[Process, bytes]:
+        """The running command, and the bytes that must precede its stdin."""
+        if isinstance(place, Local):
+            return LocalProcess(command), b""
+        text: Line = line(place, command)
+        return self._link(_host(place)).start(text.text), text.stdin_head
+
+    def _pump(
+        self,
+        place: Place,
+        command: Command,
+        on_out: OnBytes,
+        on_err: OnBytes,
+        stdin: int | None,
+        *,
+        total: float | None = None,
+        idle: float | None = None,
+    ) -> int:
+        """Runs a command with input and output at once, so that neither can block the other. Gives its exit code."""
+        try:
+            process, head = self._start(place, command)
+        except FileNotFoundError:
+            on_err(f"{command.argv[0]}: not found\n".encode("utf-8", "replace"))
+            return 127
+        except PermissionError as error:
+            on_err(f"{command.argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
+            return 126
+        limit = total if total is not None else idle
+        try:
+            _feed(process, head + command.stdin, stdin)
+            deadline = None if limit is None else time.monotonic() + limit
+            ended = False
+            while not ended:
+                left = _TICK_SECONDS if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise _timed_out(place, command, limit or 0)
+                out, err, ended = process.read(min(left, _TICK_SECONDS))
+                if out:
+                    on_out(out)
+                if err:
+                    on_err(err)
+                if idle is not None and (out or err):
+                    deadline = time.monotonic() + idle
+            code = process.code(_CODE_SECONDS if deadline is None else max(deadline - time.monotonic(), 0.1))
+            if code is None:
+                raise _timed_out(place, command, limit or _CODE_SECONDS)
+            return code
+        finally:
+            process.end()
+
+
+def _drop(data: bytes) -> None:
+    del data
+
+
+class _Gate:
+    """Passes stderr on, but holds back what lxc-attach and pct say when they could not enter the container: the caller
+    gets our one line instead."""
+
+    def __init__(self, on_err: OnBytes) -> None:
+        self._on_err = on_err
+        self._decided = False
+        self.held = bytearray()
+
+    def __call__(self, data: bytes) -> None:
+        if self._decided:
+            self._on_err(data)
+            return
+        self.held += data
+        if not any(self.held.startswith(word) or word.startswith(self.held) for word in _ATTACH_WORDS):
+            self._decided = True
+            self._on_err(bytes(self.held))
+            self.held.clear()
+
+
+_ATTACH_WORDS = (b"lxc-attach: ", b"container '", b"Configuration file '")
+
+
+def _never_entered(result: Result) -> bool:
+    """Whether lxc-attach or pct may have failed before the command was in its container; `pct status` then says."""
+    if result.code == 1:
+        return b"lxc-attach: " in result.err and b"init pid" in result.err
+    return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
+
+
+def _feed(process: Process, head: bytes, stdin: int | None) -> None:
+    """Gives the command its input and ends it, beside the reading of its output."""
+
+    def feed() -> None:
+        # OSError: the command ended without reading it all, which its exit code tells.
+        with contextlib.suppress(OSError):
+            if head:
+                process.write(head)
+            while stdin is not None and (part := os.read(stdin, 1 << 16)):
+                process.write(part)
+        process.close_stdin()
+
+    if not head and stdin is None:
+        process.close_stdin()
+    else:
+        threading.Thread(target=feed, name="stdin", daemon=True).start()
+
+
+def _host(place: Host | Container) -> Host:
+    return place.host if isinstance(place, Container) else place
+
+
+def _name(command: Command) -> str:
+    return shlex.join(command.argv[:3])[:80]
+
+
+def _failed(result: Result) -> OpsError:
+    return OpsError(f"{_name(result.command)} failed", where=str(result.place), why=result.last_words)
+
+
+def _timed_out(place: Place, command: Command, seconds: float) -> TimedOutError:
+    return TimedOutError(
+        f"no answer within {seconds:g} s", where=str(place), why=_name(command), next="see whether it still runs there"
+    )
