@@ -1,0 +1,198 @@
+"""Anchors, blocks and the attention mask. Shapes: see features.py.
+
+A block starts at an anchor `a`, a token of an answer. Its slot 0 holds that token, the others the mask token; slot k
+predicts token a + k. The block sees the features of its document before the anchor, strictly: while decoding, the
+anchor's own feature doesn't exist yet, and training with it leaks the next token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+TILE = 128  # side of a flex attention tile; a multiple of what its kernels work on
+
+# (row, head, query, key) -> seen; all four are indices that broadcast.
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch of rows."""
+
+    anchors_BN: Tensor  # int64, index in the row
+    starts_BN: Tensor  # int64: where the anchor's document begins
+    keep_BN: Tensor  # bool
+    ids_BQ: Tensor  # int64: each block's anchor token, then masks
+    positions_BQ: Tensor  # int64, in the document
+    labels_BNP: Tensor  # int64; 0 where label_mask is False
+    label_mask_BNP: Tensor  # bool: supervised, and in the anchor's document
+
+
+def anchor_candidates(
+    loss_mask_S: npt.NDArray[np.bool_], document_ids_S: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Where a block may start: a supervised token that a supervised token of the same document follows. [S]"""
+    candidates = np.zeros(len(loss_mask_S), dtype=np.bool_)
+    together = (document_ids_S[:-1] == document_ids_S[1:]) & (document_ids_S[:-1] >= 0)
+    candidates[:-1] = loss_mask_S[:-1] & loss_mask_S[1:] & together
+    return candidates
+
+
+def share(counts: Sequence[int], total: int) -> list[int]:
+    """Divides `total` among takers of at most `counts` each: equally, and what one can't use goes to the others."""
+    shares = [0] * len(counts)
+    left = min(total, sum(counts))
+    for rank, taker in enumerate(sorted(range(len(counts)), key=lambda i: counts[i])):
+        shares[taker] = min(counts[taker], left // (len(counts) - rank))
+        left -= shares[taker]
+    return shares
+
+
+def sample_anchors(
+    loss_mask_S: npt.NDArray[np.bool_],
+    document_ids_S: npt.NDArray[np.int64],
+    count: int,
+    seed: Sequence[int],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Draws `count` anchors of a row, ascending, each document its share, so that a short one is not starved.
+
+    Returns anchors [N] and keep [N]; slots for which the row has no candidate left come last, anchor 0, keep False.
+    The same seed draws the same anchors.
+    """
+    random = np.random.default_rng(seed)
+    candidates = np.flatnonzero(anchor_candidates(loss_mask_S, document_ids_S))
+    by_document = [candidates[document_ids_S[candidates] == d] for d in np.unique(document_ids_S[candidates])]
+    shares = share([len(own) for own in by_document], count)
+    drawn = [random.choice(own, size, replace=False) for own, size in zip(by_document, shares, strict=True)]
+    chosen = np.sort(np.concatenate(drawn)) if drawn else candidates
+    anchors = np.zeros(count, dtype=np.int64)
+    anchors[: len(chosen)] = chosen
+    return anchors, np.arange(count) < len(chosen)
+
+
+def make_blocks(
+    ids_BS: Tensor,
+    loss_mask_BS: Tensor,
+    document_ids_BS: Tensor,
+    positions_BS: Tensor,
+    anchors_BN: Tensor,
+    keep_BN: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+) -> Blocks:
+    """The blocks at given anchors: their tokens, positions, and labels confined to the anchor's document."""
+    row_tokens = ids_BS.shape[1]
+    slots_T = torch.arange(block_size, device=ids_BS.device)
+    index_BNT = anchors_BN[..., None] + slots_T
+    inside_BNT = index_BNT < row_tokens
+    index_BNT = index_BNT.clamp(max=row_tokens - 1)
+
+    def at(values_BS: Tensor) -> Tensor:
+        return values_BS.gather(1, index_BNT.flatten(1)).view_as(index_BNT)
+
+    document_BNT = at(document_ids_BS)
+    same_BNT = inside_BNT & (document_BNT == document_BNT[..., :1]) & (document_BNT >= 0)
+    mask_BNP = (same_BNT & at(loss_mask_BS) & keep_BN[..., None])[..., 1:]
+    tokens_BNT = at(ids_BS)
+    ids_BNT = torch.where(slots_T == 0, tokens_BNT, mask_token_id)
+    anchor_position_BN = positions_BS.gather(1, anchors_BN)
+    return Blocks(
+        anchors_BN=anchors_BN,
+        starts_BN=anchors_BN - anchor_position_BN,
+        keep_BN=keep_BN,
+        ids_BQ=ids_BNT.flatten(1),
+        positions_BQ=(anchor_position_BN[..., None] + slots_T).flatten(1),
+        labels_BNP=torch.where(mask_BNP, tokens_BNT[..., 1:], 0),
+        label_mask_BNP=mask_BNP,
+    )
+
+
+def visibility(blocks: Blocks, row_tokens: int) -> Predicate:
+    """The mask as a predicate over queries [0, Q) and keys: first the S context tokens, then the Q block tokens.
+
+    A block sees its document before its anchor, and itself. A slot without an anchor (anchor 0) sees only itself: no
+    query is left with nothing to see.
+    """
+    anchors_BN, starts_BN = blocks.anchors_BN, blocks.starts_BN
+    count = anchors_BN.shape[1]
+    block_size = blocks.ids_BQ.shape[1] // count
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # flex rounds the queries up to whole tiles: without the clamp the last ones index out of bounds.
+        block = (query // block_size).clamp(max=count - 1)
+        context = (key >= starts_BN[row, block]) & (key < anchors_BN[row, block])
+        own = (key >= row_tokens) & ((key - row_tokens) // block_size == query // block_size)
+        return context | own
+
+    return seen
+
+
+def dense_mask(blocks: Blocks, row_tokens: int) -> Tensor:
+    """The mask written out, [B, 1, Q, S+Q], True = seen: for scaled_dot_product_attention and small shapes."""
+    batch, queries = blocks.ids_BQ.shape
+    device = blocks.ids_BQ.device
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    query = torch.arange(queries, device=device)[:, None]
+    key = torch.arange(row_tokens + queries, device=device)
+    return visibility(blocks, row_tokens)(row, torch.zeros_like(row), query, key)
+
+
+def tile_mask(blocks: Blocks, row_tokens: int) -> BlockMask:
+    """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
+
+    A tile of 128 queries needs the key tiles from its lowest document start to its highest anchor, and those of its own
+    blocks. The key tiles from its highest start to its lowest anchor are seen by every one of its queries: flex skips
+    the predicate there, so forgetting the starts would show a block its neighbours' documents.
+    """
+    count, queries = blocks.anchors_BN.shape[1], blocks.ids_BQ.shape[1]
+    block_size = queries // count
+    device = blocks.ids_BQ.device
+    query_tiles, key_tiles = -(-queries // TILE), -(-(row_tokens + queries) // TILE)
+    first_query_I = torch.arange(query_tiles, device=device) * TILE
+    last_query_I = (first_query_I + TILE - 1).clamp(max=queries - 1)
+    first_block_I, last_block_I = first_query_I // block_size, last_query_I // block_size
+
+    # Which blocks have queries in which tile; [query tile, N].
+    block_N = torch.arange(count, device=device)
+    touches_IN = (block_N >= first_block_I[:, None]) & (block_N <= last_block_I[:, None])
+
+    def lowest(values_BN: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, values_BN[:, None], row_tokens).amin(-1, keepdim=True)
+
+    def highest(values_BN: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, values_BN[:, None], 0).amax(-1, keepdim=True)
+
+    kept_BIN = touches_IN & blocks.keep_BN[:, None]
+    tile_K = torch.arange(key_tiles, device=device)
+    needed_BIK = (tile_K >= lowest(blocks.starts_BN, kept_BIN) // TILE) & (
+        tile_K * TILE < highest(blocks.anchors_BN, kept_BIN)
+    )
+    full_BIK = (tile_K * TILE >= highest(blocks.starts_BN, touches_IN)) & (
+        (tile_K + 1) * TILE <= lowest(blocks.anchors_BN, touches_IN)
+    )
+    own_first_I = (row_tokens + first_block_I * block_size) // TILE
+    own_last_I = (row_tokens + (last_block_I + 1) * block_size - 1) // TILE
+    own_IK = (tile_K >= own_first_I[:, None]) & (tile_K <= own_last_I[:, None])
+    partial_BIK = (needed_BIK | own_IK) & ~full_BIK
+
+    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Per line how many tiles, and which: those first, in order. Both with an axis for the heads."""
+        order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+        return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
+
+    transposed = listed(partial_BIK.transpose(1, 2)), listed(full_BIK.transpose(1, 2))
+    return BlockMask(
+        (queries, row_tokens + queries),
+        *listed(partial_BIK),
+        *listed(full_BIK),
+        *transposed[0],
+        *transposed[1],
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=visibility(blocks, row_tokens),
+    )

@@ -1,0 +1,60 @@
+"""What flows from the rows to the loss, and the shape legend of the trainer.
+
+Shapes are written in names and comments by these letters:
+
+    B  rows in a batch                  H  hidden size of target and drafter
+    S  tokens in a row                  F  feature size: captured layers * H
+    N  blocks (anchors) in a row        V  vocabulary
+    T  slots of a block, anchor included
+    P  predicted slots of a block: T - 1
+    Q  block tokens in a row: N * T
+
+A document is one conversation; a row holds several. `document_ids` count them from 0, -1 is padding; `positions`
+restart at 0 with each document.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.blocks import Blocks
+
+Batch = TypeVar("Batch", bound="TensorGroup")
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """A dataclass of tensors that move together."""
+
+    def to(self: Batch, device: torch.device) -> Batch:
+        """The same on another device; copies from pinned memory overlap with work there."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        return type(self)(**moved)
+
+    def pinned(self: Batch) -> Batch:
+        """The same in page-locked memory, from where a GPU copies on its own."""
+        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class RowBatch(TensorGroup):
+    """Packed rows and the anchors drawn in them."""
+
+    ids_BS: Tensor  # int64; 0 where padding
+    loss_mask_BS: Tensor  # bool: the assistant's tokens
+    document_ids_BS: Tensor  # int64
+    positions_BS: Tensor  # int64
+    anchors_BN: Tensor  # int64
+    keep_BN: Tensor  # bool: False for a slot that found no anchor
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """What the drafter learns from: the target's view of the rows, and the blocks to predict."""
+
+    features_BSF: Tensor
+    embeds_BQH: Tensor  # the target's embedding of the blocks' tokens
+    positions_BS: Tensor
+    blocks: Blocks
