@@ -26,7 +26,7 @@ import paramiko
 from paramiko.hostkeys import InvalidHostKey
 
 from dflash_ops.command import Host
-from dflash_ops.errors import ConfigError, HostKeyError, OpsError, UnreachableError
+from dflash_ops.errors import ConfigError, HostKeyError, LinkLostError, OpsError, UnreachableError
 
 KEEPALIVE_SECONDS = 5.0
 # A host that has not answered three keepalives in a row is gone.
@@ -62,7 +62,7 @@ class Link:
             self._answered_at = time.monotonic()
 
     def check(self) -> None:
-        """Raises UnreachableError when the link is broken or the server has gone silent."""
+        """Raises LinkLostError when the link is broken or the server has gone silent."""
         silent_s = time.monotonic() - self._answered_at
         if silent_s > DEAD_AFTER_SECONDS:
             self.close()
@@ -70,8 +70,8 @@ class Link:
         if not self._transport.is_active():
             raise self.lost("the connection was closed")
 
-    def lost(self, why: str) -> UnreachableError:
-        return UnreachableError(
+    def lost(self, why: str) -> LinkLostError:
+        return LinkLostError(
             "the connection broke", where=str(self.host), why=why, next="run it again once the host answers"
         )
 
