@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from trainer.checkpoint import load_drafter
+from trainer.data import Conversation
 from trainer.draft import DraftModel
 from trainer.speculate import Comparison, Decoded, compare, decode_plain, decode_speculative
 from trainer.target import TargetModel, load_target
@@ -44,14 +46,17 @@ def read_prompts(file: Path, target: TargetModel, count: int | None) -> Iterator
         for number, line in enumerate(lines):
             if count is not None and number >= count:
                 return
-            row: dict[str, Any] = json.loads(line)
-            messages: list[dict[str, str]] = row["messages"]
+            try:
+                row = Conversation.model_validate_json(line)
+            except ValidationError as error:
+                raise ValueError(f"{file}:{number + 1}: {error.errors(include_url=False)[0]['msg']}") from error
+            messages = [message.model_dump() for message in row.messages]
             if messages and messages[-1]["role"] == "assistant":
-                messages = messages[:-1]
+                messages.pop()
             if not messages:
-                raise ValueError(f"{file}: line {number + 1} has no prompt")
+                raise ValueError(f"{file}:{number + 1}: no prompt")
             tokens = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            yield str(row["id"]), list(tokens)
+            yield json.loads(line).get("id", f"line {number + 1}"), list(tokens)
 
 
 def measure(

@@ -88,7 +88,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # save_pretrained refuses a model read from GGUF; one made from the same config, without the note of that, it saves.
     config = read.config
-    del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue] (set by the GGUF loader alone)
+    vars(config).pop("quantization_config", None)
     config.dtype = torch.bfloat16
     model: Any = type(read)(config)
     model.load_state_dict(read.state_dict())

@@ -15,7 +15,7 @@ tests/trainer/test_target.py holds it equal to the model's own forward.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +67,14 @@ def _rotate(x_BhSD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
 
 
 # --- the key-value cache -----------------------------------------------------------------------------------------
+
+
+class Extends(Protocol):
+    """What keeps keys and values for the layers, whatever its form."""
+
+    def extend(self, layer: int, keys_BhQD: Tensor, values_BhQD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values; return all that its queries may look at."""
+        ...
 
 
 class KeyValueCache:
@@ -162,7 +170,7 @@ class TargetModel:
             mask = document_mask(document_ids_BS)
             counted = positions_in_documents(document_ids_BS)
         positions = counted if position_ids_BS is None else position_ids_BS
-        _, captured = self._run(self.embedding(input_ids_BS), positions, mask, layer_ids, stop=max(layer_ids))
+        _, captured = self.run(self.embedding(input_ids_BS), positions, mask, layer_ids, stop=max(layer_ids))
         return captured
 
     @torch.no_grad()
@@ -174,24 +182,30 @@ class TargetModel:
         past, new = cache.length, ids_Q.shape[0]
         positions = torch.arange(past, past + new, device=ids_Q.device)[None]
         mask = step_mask(past, new, ids_Q.device)
-        hidden_BQH, features_BQF = self._run(
+        hidden_BQH, features_BQF = self.run(
             self.embedding(ids_Q[None]), positions, mask, layer_ids, stop=self.num_layers - 1, cache=cache
         )
         cache.advance(new)
-        normed_QH = self.model.model.norm(hidden_BQH[0, -last:])
-        return Step(functional.linear(normed_QH, self.head_weight), features_BQF)
+        return Step(self.logits(hidden_BQH[0, -last:]), features_BQF)
 
-    def _run(
+    def logits(self, hidden_QH: Tensor) -> Tensor:
+        """The final norm and the head over hidden states of the last layer, [Q, V]."""
+        return functional.linear(self.model.model.norm(hidden_QH), self.head_weight)
+
+    def run(
         self,
         hidden_BSH: Tensor,
         positions_BS: Tensor,
         mask: Tensor | None,
-        layer_ids: Sequence[int],
+        layer_ids: Sequence[int] = (),
         *,
         stop: int,
-        cache: KeyValueCache | None = None,
+        cache: Extends | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Layers 0 to `stop`: the hidden states after the last of them, and the captured ones side by side."""
+        """Layers 0 to `stop`: the hidden states after the last of them, and the captured ones side by side.
+
+        mask: True where a query sees a key, [B, 1, S, keys]; None: plain causal attention, without a cache's past.
+        """
         trunk = self.model.model
         cos_BSD, sin_BSD = trunk.rotary_emb(hidden_BSH, positions_BS)
         captured: dict[int, Tensor] = {}
@@ -215,7 +229,7 @@ class TargetModel:
         cos_BSD: Tensor,
         sin_BSD: Tensor,
         mask: Tensor | None,
-        cache: KeyValueCache | None,
+        cache: Extends | None,
     ) -> Tensor:
         """Self-attention of layer `index`, [B, S, H]; plain causal where there is no mask."""
         shape = (*x_BSH.shape[:2], -1, self.head_dim)
@@ -226,12 +240,19 @@ class TargetModel:
         q, k = _rotate(q, cos_BSD, sin_BSD), _rotate(k, cos_BSD, sin_BSD)
         if cache is not None:
             k, v = cache.extend(index, k, v)
-        # Heads are repeated by hand: with a mask, torch's own grouping falls back to its slow kernel on CUDA.
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        # Key and value heads are shared by groups of query heads. torch's own grouping falls back to its slow kernel
+        # on CUDA when there is a mask, so: with one query, the group's heads pass as queries of the shared head
+        # (nothing is copied, and the mask is the same for all); else the shared heads are repeated.
+        heads = q.shape[1]
+        if q.shape[2] == 1:
+            q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        else:
+            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         out_BhSD = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.head_dim**-0.5
+            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[1] == heads, scale=self.head_dim**-0.5
         )
+        if out_BhSD.shape[1] != heads:
+            out_BhSD = out_BhSD.flatten(1, 2)[:, :, None]
         return attention.o_proj(out_BhSD.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     # --- what a drafter for this target looks like ---------------------------------------------------------------
@@ -331,7 +352,9 @@ def load_target(
 ) -> TargetModel:
     """Load a target from a local folder or by its hub name, frozen and in eval mode. Raises TargetError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a load takes a moment, and a log file is no place for bars
     name = str(path_or_name)
     if (name.startswith(("/", ".", "~")) or Path(name).exists()) and not Path(name, "config.json").is_file():
         raise TargetError(f"{name} is not a folder with a model (no config.json in it)")

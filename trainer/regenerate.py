@@ -1,0 +1,224 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its tokenizers no types)
+"""`python -m trainer regenerate`: conversations that the target makes by itself, to train its drafter on.
+
+Prompts: the target continues its own user-turn header (as in Magpie, arXiv 2406.08464), temperature 1, top-p 0.95. Each
+is then answered greedily, since the drafter is to predict what the target says. All follows from the seed (on the same
+device with the same batch size). Dropped: prompts and answers without an end (the target ran away), empty or too short
+ones, prompts seen before, special tokens in the text, and answers whose text does not give back their tokens (training
+reads the text).
+
+Rows are written in the order of their prompts, each as soon as those before it are done. Beside FILE.jsonl lies
+FILE.origin.json: the command, the seed and what came of it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from trainer.generate import Generated, generate, top_p
+from trainer.target import TargetError, TargetModel, load_target
+
+PROMPT_TOKENS = 96
+"""A prompt longer than this ran away."""
+TOP_P = 0.95
+
+
+@dataclass
+class Counts:
+    """What became of the prompts asked for."""
+
+    sampled: int = 0
+    prompts: int = 0
+    """Good ones: ended, of text, not seen before."""
+    answered: int = 0
+    """Fewer than `prompts` when the time ran out."""
+    answer_tokens: int = 0
+    unfinished: int = 0
+    """Answers without an end in max_new_tokens."""
+    short: int = 0
+    altered: int = 0
+    """Answers with special tokens, or whose text reads as other tokens."""
+    rows: int = 0
+
+
+def user_header(tokenizer: Any) -> list[int]:
+    """The tokens before a user's first words, system prompt included, as the chat template writes them."""
+    mark = "\u241a"
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
+    head, found, _ = text.partition(mark)
+    if not found:
+        raise TargetError("the target's chat template does not write the user's words as they are")
+    return list(tokenizer.encode(head, add_special_tokens=False))
+
+
+def plain_text(tokenizer: Any, tokens: Sequence[int]) -> str | None:
+    """The text of tokens; None when special tokens are among them or the text does not read back as the same tokens."""
+    if any(tokenizer.added_tokens_decoder.get(token) for token in tokens):
+        return None
+    text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
+
+
+def sample_prompts(target: TargetModel, count: int, seed: int, slots: int, counts: Counts) -> list[str]:
+    """Up to `count` different prompts, sampled from the target's user turn."""
+    header = user_header(target.tokenizer)
+    choose = top_p(TOP_P, torch.Generator(target.device).manual_seed(seed))
+    found = generate(target, [header] * count, PROMPT_TOKENS, target.end_tokens(), slots=slots, choose=choose)
+    texts: dict[str, None] = {}  # a set that keeps its order
+    for sample in in_order(found):
+        counts.sampled += 1
+        text = plain_text(target.tokenizer, sample.tokens) if sample.ended else None
+        if text and text.strip():
+            texts.setdefault(text)
+    counts.prompts = len(texts)
+    return list(texts)
+
+
+def in_order(found: Iterator[Generated]) -> Iterator[Generated]:
+    """The same, by index; each as soon as all before it have come."""
+    held: dict[int, Generated] = {}
+    due = 0
+    for one in found:
+        held[one.index] = one
+        while due in held:
+            yield held.pop(due)
+            due += 1
+
+
+def answer(
+    target: TargetModel,
+    prompts: Sequence[str],
+    counts: Counts,
+    *,
+    seed: int,
+    limit: int,
+    least: int,
+    slots: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[dict[str, Any]]:
+    """Rows {"id", "messages"}: each prompt with its greedy answer, those that are fit to learn from."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    render = target.tokenizer.apply_chat_template
+    inputs = [list(render(chat, add_generation_prompt=True, return_dict=False)) for chat in chats]
+    found = generate(target, inputs, limit, target.end_tokens(), slots=slots, stop=stop)
+    for one in in_order(found):
+        counts.answered += 1
+        counts.answer_tokens += len(one.tokens)
+        text = plain_text(target.tokenizer, one.tokens)
+        if not one.ended:
+            counts.unfinished += 1
+        elif len(one.tokens) < least or not text or not text.strip():
+            counts.short += text is not None
+            counts.altered += text is None
+        else:
+            counts.rows += 1
+            yield {
+                "id": f"self-{seed}-{one.index:06d}",
+                "messages": [*chats[one.index], {"role": "assistant", "content": text}],
+            }
+
+
+class Sorter:
+    """Sends each row where it belongs: the first rows held out, then a copy of the first short ones, all to `out`."""
+
+    def __init__(
+        self, out: TextIO, heldout: tuple[int, TextIO] | None, excerpt: tuple[int, TextIO] | None, largest: int
+    ) -> None:
+        self._out, self._largest = out, largest
+        self._heldout, self._excerpt = heldout, excerpt
+        self._held = self._copied = 0
+
+    def write(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row, ensure_ascii=False) + "\n"
+        if self._heldout and self._held < self._heldout[0]:
+            self._held += 1
+            self._put(self._heldout[1], line)
+            return
+        self._put(self._out, line)
+        if self._excerpt and self._copied < self._excerpt[0] and len(line.encode()) <= self._largest:
+            self._copied += 1
+            self._put(self._excerpt[1], line)
+
+    @staticmethod
+    def _put(file: TextIO, line: str) -> None:
+        file.write(line)
+        file.flush()
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m trainer regenerate", description="Conversations made by the target itself."
+    )
+    parser.add_argument("--target", required=True, help="folder or hub name of the target model")
+    parser.add_argument("--self-prompts", type=int, required=True, metavar="N", help="prompts to sample")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longer answers are dropped (%(default)s)")
+    parser.add_argument("--min-new-tokens", type=int, default=8, help="shorter answers are dropped (%(default)s)")
+    parser.add_argument("--heldout", nargs=2, metavar=("K", "FILE"), help="the first K rows go there instead")
+    parser.add_argument("--excerpt", nargs=2, metavar=("K", "FILE"), help="K short rows of --out are copied there")
+    parser.add_argument("--excerpt-bytes", type=int, default=1500, help="the longest of them (%(default)s)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="begin no answer after S seconds of answering")
+    parser.add_argument("--batch", type=int, default=768, help="sequences at a time (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
+    return parser.parse_args(words)
+
+
+def _share(words: list[str] | None, files: ExitStack) -> tuple[int, TextIO] | None:
+    return (int(words[0]), files.enter_context(_create(Path(words[1])))) if words else None
+
+
+def _create(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w", encoding="utf-8")
+
+
+def main(words: list[str]) -> int:
+    """0. Raises ValueError or OSError on bad input."""
+    options = _arguments(words)
+    target = load_target(options.target, options.device, getattr(torch, options.dtype))
+    counts = Counts()
+    begin = time.perf_counter()
+    prompts = sample_prompts(target, options.self_prompts, options.seed, options.batch, counts)
+    sampled = time.perf_counter()
+    print(f"{counts.prompts} prompts of {counts.sampled} samples in {sampled - begin:.1f} s", flush=True)
+
+    def late() -> bool:
+        return options.time_limit is not None and time.perf_counter() - sampled > options.time_limit
+
+    with ExitStack() as files:
+        out = files.enter_context(_create(options.out))
+        heldout, excerpt = _share(options.heldout, files), _share(options.excerpt, files)
+        sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
+        for row in answer(
+            target, prompts, counts, seed=options.seed, limit=options.max_new_tokens, least=options.min_new_tokens,
+            slots=options.batch, stop=late,
+        ):  # fmt: skip
+            sorter.write(row)
+    seconds = time.perf_counter() - sampled
+    print(
+        f"{counts.rows} rows of {counts.answered} answers, {counts.answer_tokens} answer tokens in {seconds:.1f} s "
+        f"({counts.answer_tokens / seconds:.0f} tokens/s)"
+    )
+    origin = {
+        "schema_version": 1,
+        "command": ["python", "-m", "trainer", "regenerate", *words],
+        "seed": options.seed,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+        "seconds": {"prompts": round(sampled - begin, 1), "answers": round(seconds, 1)},
+        "counts": asdict(counts),
+    }
+    options.out.with_suffix(".origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    return 0
