@@ -1,0 +1,141 @@
+"""What a host, or a container, knows of its GPUs: nvidia-smi's words as they are, and who holds the devices.
+
+nvidia-smi alone names no living child of a dead parent, so holders are found by their open descriptors of /dev/nvidiaN.
+The same script runs on the hypervisor (which sees every process, and the GPU locks) and in each container (which knows
+its runs). Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import processes, rundir
+
+_LOCK = re.compile(r"/dflash-ops-gpu-(\d+)\.lock$")
+_RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
+_VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
+
+
+def main(parameters: dict[str, Any]) -> int:
+    path = parameters["path"]
+    return rundir.answer(lambda: probe(Path(path) if path else None, parameters["queries"], parameters["seconds"]))
+
+
+def probe(path: Path | None, queries: dict[str, list[str]], seconds: float) -> dict[str, Any]:
+    """path: where the runs lie, None on a host. queries: by name, the words of each nvidia-smi call; all are asked at
+    once and get `seconds` together, for a sick driver hangs."""
+    smi = ask_smi(queries, seconds)
+    boot = processes.boot_id()
+    runs = [rundir.facts(folder, boot) for folder in rundir.folders(path)] if path else []
+    return {
+        "boot_id": boot,
+        "pid_namespace": _pid_namespace("self"),
+        "smi": smi,
+        "minors": device_minor_by_bus(),
+        "holders": holders(),
+        "runs": runs,
+    }
+
+
+def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """By name: exit code (None: not there, or no answer in time), stdout, and why there is none."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    answers: dict[str, dict[str, Any]] = {}
+    for name, words in queries.items():
+        try:
+            started[name] = subprocess.Popen(
+                ["nvidia-smi", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            answers[name] = {"code": None, "out": "", "why": f"nvidia-smi: {error.strerror}"}
+    deadline = time.monotonic() + seconds
+    for name, asked in started.items():
+        try:
+            out, _ = asked.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            answers[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
+        except subprocess.TimeoutExpired:
+            asked.kill()  # in state D it won't die: not waited for
+            answers[name] = {"code": None, "out": "", "why": f"nvidia-smi gave no answer in {seconds:.0f} s"}
+    return answers
+
+
+def holders() -> list[dict[str, Any]]:
+    """Every living process with an open /dev/nvidiaN, or with one of the hypervisor's GPU locks."""
+    found: list[dict[str, Any]] = []
+    for process in processes.table():
+        if process.ended or process.pid == os.getpid():
+            continue
+        links = processes.open_files(process.pid)
+        minors = processes.device_minors(links)
+        locks = sorted({int(match.group(1)) for match in map(_LOCK.search, links) if match})
+        if not minors and not locks:
+            continue
+        environment = processes.environment(process.pid)
+        # A supervisor, and what starts one, names its run in its command line; its environment has no run id.
+        named = _RUN_ID.search(processes.command(process.pid)) if locks else None
+        found.append(
+            {
+                **processes.describe(process),
+                "parent": process.parent,
+                "group": process.group,
+                "namespace_pids": _namespace_pids(process.pid),
+                "pid_namespace": _pid_namespace(process.pid),
+                "vmid": _vmid(process.pid),
+                "minors": minors,
+                "locks": locks,
+                "run_id": os.fsdecode(environment.get(processes.RUN_ID, b"")) or None,
+                "locks_for": named.group() if named else None,
+                "run_dir": os.fsdecode(environment.get(processes.RUN_DIR, b"")) or None,
+                "age_s": round(processes.age_seconds(process), 1),
+            }
+        )
+    return found
+
+
+def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, int]:
+    """PCI bus id -> N of /dev/nvidiaN, where the driver tells; nvidia-smi's index may be another number."""
+    minors: dict[str, int] = {}
+    try:
+        buses = os.listdir(folder)
+    except OSError:
+        return minors
+    for bus in buses:
+        try:
+            text = (folder / bus / "information").read_text(errors="replace")
+        except OSError:
+            continue
+        match = re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
+        if match:
+            minors[bus] = int(match.group(1))
+    return minors
+
+
+def _pid_namespace(pid: int | str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _namespace_pids(pid: int) -> list[int]:
+    """The process's pids, from this namespace inwards: the last is the one it has in its own container."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return []
+    match = re.search(r"^NSpid:\s*([\d\t ]+)$", status, re.MULTILINE)
+    return [int(number) for number in match.group(1).split()] if match else []
+
+
+def _vmid(pid: int) -> int | None:
+    """The container by its cgroup, `0::/lxc/200/ns/...` seen from the host. The whole part counts: 20 is not 200."""
+    try:
+        match = _VMID.search(Path(f"/proc/{pid}/cgroup").read_bytes())
+    except OSError:
+        return None
+    return int(match.group(1)) if match else None

@@ -1,0 +1,227 @@
+"""Processes by identity: what /proc says of them, whose they are, and signals that can't hit a stranger.
+
+A process is its pid and its raw start time (field 22 of /proc/PID/stat, clock ticks since boot); a pid alone may have
+been given to somebody else. Runs in the container and on the hypervisor: standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROC = Path("/proc")
+RUN_ID = b"DFLASH_RUN_ID"
+RUN_DIR = b"DFLASH_RUN_DIR"
+
+_DEVICE = re.compile(r"^/dev/nvidia(\d+)$")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of the process table. state: R, S, D, T, Z... as in /proc/PID/stat."""
+
+    pid: int
+    start: int
+    parent: int
+    group: int
+    state: str
+
+    @property
+    def ended(self) -> bool:
+        """Dead, though its parent may not have noticed yet: it holds no memory and no device."""
+        return self.state in "ZX"
+
+    def identity(self) -> dict[str, int]:
+        return {"pid": self.pid, "start": self.start}
+
+
+def read(pid: int) -> Process | None:
+    """The process that has this pid now; None when there is none."""
+    try:
+        line = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name in brackets may hold spaces and brackets of its own: cut at the last one.
+    fields = line[line.rfind(b")") + 2 :].split()
+    if len(fields) < 20:
+        return None
+    return Process(
+        pid=pid, state=fields[0].decode(), parent=int(fields[1]), group=int(fields[2]), start=int(fields[19])
+    )
+
+
+def table() -> list[Process]:
+    """Every process that this pid namespace can see."""
+    numbers = (int(name) for name in os.listdir(PROC) if name.isdigit())
+    return [process for process in map(read, numbers) if process is not None]
+
+
+def find(identity: dict[str, Any] | None) -> Process | None:
+    """The process of a recorded {"pid", "start"}, if it still is the same one; dead but unreaped ones count."""
+    if not identity:
+        return None
+    process = read(int(identity["pid"]))
+    return process if process is not None and process.start == identity["start"] else None
+
+
+def alive(identity: dict[str, Any] | None) -> bool:
+    process = find(identity)
+    return process is not None and not process.ended
+
+
+def boot_id() -> str:
+    return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def age_seconds(process: Process) -> float:
+    """Seconds since the process began. /proc/uptime would be wrong in a container: lxcfs makes it start at the
+    container's boot, while start times count from the host's."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start / os.sysconf("SC_CLK_TCK")
+
+
+def environment(pid: int) -> dict[bytes, bytes]:
+    """The environment that the process was started with; empty when it can't be read."""
+    try:
+        data = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    return {key: value for key, _, value in pairs}
+
+
+def command(pid: int) -> str:
+    """The command line for people; [name] where there is none (kernel threads, the dead)."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        if words != [b""]:
+            return b" ".join(words).decode("utf-8", "replace")
+        return "[" + (PROC / str(pid) / "comm").read_text(errors="replace").strip() + "]"
+    except OSError:
+        return ""
+
+
+def describe(process: Process) -> dict[str, Any]:
+    """A process for the user: with the kernel function it waits in when it can't be killed (state D)."""
+    try:
+        waits_in = (PROC / str(process.pid) / "wchan").read_text().strip("0\n") or None
+    except OSError:
+        waits_in = None
+    return {**process.identity(), "state": process.state, "wchan": waits_in, "command": command(process.pid)[:300]}
+
+
+def open_files(pid: int) -> list[str]:
+    """Where the process's descriptors point; empty when it can't be looked into."""
+    links: list[str] = []
+    try:
+        names = os.listdir(PROC / str(pid) / "fd")
+    except OSError:
+        return links
+    for name in names:
+        try:
+            links.append(os.readlink(PROC / str(pid) / "fd" / name))
+        except OSError:
+            continue  # closed meanwhile
+    return links
+
+
+def device_minors(links: Iterable[str]) -> list[int]:
+    """The N of every /dev/nvidiaN among the links; /dev/nvidiactl and /dev/nvidia-uvm have none."""
+    found = (_DEVICE.match(link) for link in links)
+    return sorted({int(match.group(1)) for match in found if match})
+
+
+def descendants(root: Process, processes: list[Process]) -> set[int]:
+    """The pids below root. With a root that is a subreaper these are all that it ever started, orphans included."""
+    children: dict[int, list[int]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    waiting = [root.pid]
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            if pid not in found:
+                found.add(pid)
+                waiting.append(pid)
+    return found
+
+
+def of_run(run_id: str, supervisor: dict[str, Any] | None, child: dict[str, Any] | None) -> list[Process]:
+    """Every living process of the run but its supervisor.
+
+    Evidence, each sound by itself: it descends from the supervisor or from the trainer, it is in the trainer's process
+    group while the trainer exists (later the number may be somebody else's), or it was started with the run's id.
+    """
+    processes = table()
+    pids: set[int] = set()
+    for identity in (supervisor, child):
+        root = find(identity)
+        if root is not None:
+            pids |= descendants(root, processes)
+    trainer = find(child)
+    if trainer is not None:
+        pids |= {process.pid for process in processes if process.group == trainer.pid}
+    wanted = run_id.encode()
+    above = supervisor["pid"] if supervisor else None
+    return [
+        process
+        for process in processes
+        if not process.ended
+        and process.pid != above
+        and process.pid != os.getpid()
+        and (process.pid in pids or environment(process.pid).get(RUN_ID) == wanted)
+    ]
+
+
+def send(process: Process, number: int) -> bool:
+    """Signals this very process; False when it is gone, also when its pid has a new owner."""
+    try:
+        handle = os.pidfd_open(process.pid)  # pinned: from here on the pid can't change hands unnoticed
+    except ProcessLookupError:
+        return False
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            raise
+        handle = -1  # an old kernel or Python: the start time alone has to do
+    try:
+        if find(process.identity()) is None:
+            return False
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(process.pid, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
+    """Whether the condition came true in time; asked at least once."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
+def kill_all(members: Callable[[], list[Process]], seconds: float) -> list[Process]:
+    """SIGKILL to all members, asked for anew until a scan finds none; what is left after `seconds`."""
+
+    def none_left() -> bool:
+        found = members()
+        for process in found:
+            send(process, signal.SIGKILL)
+        return not found
+
+    wait_until(none_left, seconds)
+    return members()

@@ -1,0 +1,25 @@
+"""What the runs of this container are: their folders' facts, read from the process table where it must be.
+
+With a run: its facts and the processes of it that live. Without: the facts of all. Standard library only,
+Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import processes, rundir
+
+
+def main(parameters: dict[str, Any]) -> int:
+    return rundir.answer(lambda: report(Path(parameters["path"]), parameters["run"]))
+
+
+def report(path: Path, run: str | None) -> dict[str, Any]:
+    boot = processes.boot_id()
+    if run is None:
+        return {"runs": [rundir.facts(folder, boot) for folder in rundir.folders(path)]}
+    facts = rundir.facts(rundir.find(path, run), boot)
+    facts["processes"] = [processes.describe(process) for process in rundir.members(facts)]
+    return {"runs": [facts]}

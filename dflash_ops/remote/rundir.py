@@ -1,0 +1,197 @@
+"""Run folders as they lie in the container: reading them, writing their records, and whether a run lives.
+
+<path>/runs/<run id>/ holds run.json (what was started), state.json and exit.json (what the supervisor knows), and the
+trainer's own files. Every record is written by rename, so a reader sees a whole one or none. Standard library only,
+Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import processes
+
+SCHEMA_VERSION = 1
+EXIT_CODES = {"failed": 1, "config": 3, "preflight": 6, "busy": 7, "not_found": 8}
+
+_RUN_ID = re.compile(r"^[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}$")
+_STARTING_SECONDS = 60.0
+
+
+class Fault(Exception):
+    """A refusal with the parts of the one line that the user gets. kind: a key of EXIT_CODES."""
+
+    def __init__(self, kind: str, what: str, why: str = "", next: str = "", where: str = "") -> None:
+        super().__init__(what)
+        self.kind = kind
+        self.parts = {"what": what, "why": why, "next": next, "where": where}
+
+
+def answer(verb: Callable[[], dict[str, Any]]) -> int:
+    """Runs a verb and prints its answer, or its fault, as one line of JSON; returns the exit code."""
+    try:
+        reply = verb()
+    except Fault as fault:
+        return refuse(fault)
+    _print({"schema_version": SCHEMA_VERSION, "ok": True, **reply})
+    return 0
+
+
+def refuse(fault: Fault) -> int:
+    _print({"schema_version": SCHEMA_VERSION, "ok": False, "kind": fault.kind, **fault.parts})
+    return EXIT_CODES[fault.kind]
+
+
+def _print(reply: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+def now() -> str:
+    """The time as RFC 3339 in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The record; None when it is missing or not ours to read (a torn or foreign file is as good as none)."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType] # keys checked by use
+
+
+def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
+    """Writes the record whole or not at all, and on the disk when this returns."""
+    write_file(path, (json.dumps(record, indent=1) + "\n").encode(), mode)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    part = path.with_name(f".{path.name}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in the folder last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]:
+    """Held while a run is being made, so that two starts, or a start and a stop, see each other whole."""
+    folder = path / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "start.lock", "ab") as file:
+
+        def taken() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        if not processes.wait_until(taken, seconds):
+            raise Fault("busy", "another start is going on", f"{folder / 'start.lock'} was held for {seconds:.0f} s")
+        yield
+
+
+def folders(path: Path) -> list[Path]:
+    """The run folders, oldest first (ids end in their time)."""
+    try:
+        found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.match(folder.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=lambda folder: folder.name[-20:])
+
+
+def name_of(run_id: str) -> str:
+    """The name inside a run id: all before -YYYYMMDD-HHMMSS-xxxx."""
+    return run_id[:-21]
+
+
+def find(path: Path, run: str) -> Path:
+    """The folder of an exact run id, or of the newest run of that name."""
+    every = folders(path)
+    for folder in every:
+        if folder.name == run:
+            return folder
+    named = [folder for folder in every if name_of(folder.name) == run]
+    if not named:
+        known = ", ".join(folder.name for folder in every[-3:]) or "none yet"
+        raise Fault("not_found", f"there is no run {run}", f"newest runs: {known}", "dflash-ops train list")
+    return named[-1]
+
+
+def facts(folder: Path, boot: str) -> dict[str, Any]:
+    """What the run's folder and the process table say; what it means is for `dflash_ops.runs` to judge."""
+    ended = read_json(folder / "exit.json")
+    state = read_json(folder / "state.json") or {}
+    same_boot = state.get("boot_id") == boot
+    supervisor_alive = same_boot and processes.alive(state.get("supervisor"))
+    if ended is None and not supervisor_alive:
+        ended = read_json(folder / "exit.json")  # it may have ended between the two looks
+    try:
+        log_bytes = (folder / "log").stat().st_size
+    except OSError:
+        log_bytes = 0
+    return {
+        "run_id": folder.name,
+        "run": read_json(folder / "run.json") or {},
+        "state": state,
+        "exit": ended,
+        "status": read_json(folder / "status.json"),
+        "supervisor_alive": supervisor_alive,
+        "child_alive": same_boot and processes.alive(state.get("child")),
+        "starting": not state and time.time() - folder.stat().st_mtime < _STARTING_SECONDS,
+        "log_bytes": log_bytes,
+        "checkpoints": checkpoints(folder),
+    }
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Names of the run's checkpoints, oldest first."""
+    try:
+        return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if re.match(r"^step-\d+$", entry.name))
+    except OSError:
+        return []
+
+
+def lives(run: dict[str, Any]) -> bool:
+    """Whether the run of these facts goes on, or is just being started."""
+    return run["exit"] is None and (run["supervisor_alive"] or run["starting"])
+
+
+def live_runs(path: Path) -> list[dict[str, Any]]:
+    boot = processes.boot_id()
+    return [run for run in (facts(folder, boot) for folder in folders(path)) if lives(run)]
+
+
+def members(run: dict[str, Any]) -> list[processes.Process]:
+    """The living processes of the run of these facts, its supervisor left out."""
+    state: dict[str, Any] = run["state"] if run["state"].get("boot_id") == processes.boot_id() else {}
+    return processes.of_run(run["run_id"], state.get("supervisor"), state.get("child"))

@@ -1,0 +1,440 @@
+"""Runs as values: what the container's facts mean, the commands that ask for them, and the reading of the answers.
+
+A run is a folder in its container; whoever asks gets the same truth. `Run.state` is judged here and nowhere else.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, NoReturn, cast
+
+from pydantic import ValidationError
+
+from dflash_ops.command import Command, Container, Query, Result
+from dflash_ops.errors import (
+    BusyError,
+    ConfigError,
+    NotFoundError,
+    OpsError,
+    PreflightError,
+    UsageFault,
+)
+from dflash_ops.remote import bundle
+from trainer.records import Status
+
+SCHEMA_VERSION = 1
+RUN_FAILED, STILL_RUNNING, CANCELLED = 100, 101, 103
+
+# Of a GPU that only one run may have: the file lives on the hypervisor, so that containers that share a card share it.
+# /run/lock exists on every Proxmox host; flock makes the file.
+LOCK_FILE = "/run/lock/dflash-ops-gpu-{index}.lock"
+LOCK_TAKEN = 7
+
+_NAME = re.compile(r"^[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?$")
+_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_KILLED_WHEN_ASKED = {0, 128 + 2, 128 + 9, 128 + 15}
+
+
+class RunState(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+    """Its supervisor is gone (killed, or the box restarted) and left no exit code; processes of it may live."""
+
+    @property
+    def live(self) -> bool:
+        return self in (RunState.STARTING, RunState.RUNNING)
+
+
+@dataclass(frozen=True)
+class RunProcess:
+    """A living process of a run, by its pid in the container. `state` as in /proc/PID/stat; `wchan`: what it waits for
+    in the kernel."""
+
+    pid: int
+    state: str
+    wchan: str | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its container tells."""
+
+    id: str
+    name: str
+    state: RunState
+    release: str | None
+    gpus: tuple[int, ...]
+    """Indices as the container sees its GPUs."""
+    created_at: str | None
+    ended_at: str | None
+    seconds: float | None
+    """From the trainer's start to its end; None while it runs."""
+    code: int | None
+    """Exit code as a shell tells it: 128+n for signal n."""
+    signal: int | None
+    status: Status | None
+    """What the trainer wrote of its progress, if anything."""
+    checkpoints: tuple[str, ...]
+    last_lines: tuple[str, ...]
+    log_bytes: int
+    log_lost_bytes: int
+    resumes: str | None
+    processes: tuple[RunProcess, ...] = ()
+    """Filled when asked about this one run."""
+
+    @property
+    def exit_code(self) -> int:
+        """What `logs -f` and `status` exit with: the state of the run in the design's table."""
+        match self.state:
+            case RunState.STARTING | RunState.RUNNING:
+                return STILL_RUNNING
+            case RunState.FINISHED:
+                return 0
+            case RunState.STOPPED:
+                return CANCELLED
+            case RunState.FAILED | RunState.LOST:
+                return RUN_FAILED
+
+    @property
+    def own_code(self) -> int:
+        """What `wait` exits with: the trainer's own code; 100 for a failed run without one."""
+        if self.state is RunState.FAILED and self.code:
+            return self.code
+        return self.exit_code
+
+    def verdict(self) -> str:
+        """One line on how the run stands."""
+        step = f" at step {self.status.step}/{self.status.total_steps}" if self.status else ""
+        match self.state:
+            case RunState.STARTING | RunState.RUNNING:
+                return f"run {self.id} is {self.state}{step}"
+            case RunState.LOST:
+                living = f"; {len(self.processes)} of its processes live" if self.processes else ""
+                return f"run {self.id} is lost{step}: its supervisor is gone and left no exit code{living}"
+            case _:
+                how = f"signal {self.signal}, exit code {self.code}" if self.signal else f"exit code {self.code}"
+                lost = f"; {self.log_lost_bytes} bytes of its log were lost" if self.log_lost_bytes else ""
+                return f"run {self.id} {self.state}{step} ({how}){lost}"
+
+    def to_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        record["status"] = self.status.model_dump() if self.status else None
+        return {"schema_version": SCHEMA_VERSION, **record, "verdict": self.verdict(), "exit_code": self.exit_code}
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """What `train start` was asked for. gpus: container indices; None: all that the inventory declares."""
+
+    name: str
+    config: str
+    config_name: str
+    """The config's file name on this machine, for its errors."""
+    gpus: tuple[int, ...] | None = None
+    settings: tuple[str, ...] = ()
+    env: str | None = field(default=None, repr=False)
+    """The env file's text."""
+    resume: str | None = None
+    init_from: str | None = None
+    release: str | None = None
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Started:
+    run: Run
+    window: str | None
+    """The tmux session that shows it; None when there is none."""
+    freed: tuple[RunProcess, ...]
+    """What earlier runs had left behind and was ended first."""
+    existing: bool
+    """Whether an earlier try, whose answer was lost, had started it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run": self.run.to_json(),
+            "window": self.window,
+            "freed": [asdict(process) for process in self.freed],
+            "existing": self.existing,
+        }
+
+
+@dataclass(frozen=True)
+class Stopped:
+    run: Run
+    seconds: float
+    killed: tuple[RunProcess, ...]
+    """What did not end by itself in the grace."""
+    survivors: tuple[RunProcess, ...]
+    was_lost: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run": self.run.to_json(),
+            "seconds": self.seconds,
+            "killed": [asdict(process) for process in self.killed],
+            "survivors": [asdict(process) for process in self.survivors],
+            "was_lost": self.was_lost,
+        }
+
+
+# -- names and settings, checked before anything is sent
+
+
+def check_name(name: str) -> str:
+    """The name; UsageFault when it can't be one."""
+    if not _NAME.match(name):
+        raise UsageFault(
+            f"a run can't be called {name!r}",
+            why="a name has lower-case letters, digits and inner dashes, at most 40",
+            next="--name with such a name",
+        )
+    return name
+
+
+def new_run_id(name: str, now: datetime | None = None) -> str:
+    """`<name>-YYYYMMDD-HHMMSS-<4 hex>`, UTC. Chosen by the client, so that a retry can't start a second trainer."""
+    moment = (now or datetime.now(UTC)).astimezone(UTC)
+    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def parse_gpus(text: str, container: Container) -> tuple[int, ...] | None:
+    """`all`, `none` or container indices such as `0,2`; None means all that are declared."""
+    if text == "all":
+        return None
+    if text == "none":
+        return ()
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise UsageFault(f"--gpus {text!r} is not a list of GPUs", next="--gpus 0,1 or all or none")
+    gpus = tuple(int(word) for word in words)
+    if len(set(gpus)) != len(gpus):
+        raise UsageFault(f"--gpus {text} names a GPU twice", next="name each once")
+    known = len(container.gpus)
+    if known and max(gpus) >= known:
+        raise UsageFault(
+            f"--gpus {text} names a GPU that the container does not have",
+            where=str(container),
+            why=f"the inventory gives it {known}, numbered from 0",
+            next=f"--gpus {','.join(map(str, range(known)))}",
+        )
+    return gpus
+
+
+def env_names(text: str, file: str) -> list[str]:
+    """The names that an env file sets; ConfigError with file and line for what is no KEY=VALUE line.
+
+    Values are taken to the end of the line as they are: no quotes, no expansion. They never appear in an error.
+    """
+    names: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, sign, _ = line.partition("=")
+        if not sign or not _ENV_NAME.match(name.strip()):
+            raise ConfigError(
+                "the env file has a line that sets nothing", where=f"{file}:{number}", next="write it as KEY=VALUE"
+            )
+        names.append(name.strip())
+    return names
+
+
+# -- questions
+
+
+def start_command(container: Container, request: StartRequest, run_id: str) -> Command:
+    """The one command of a start: GPU locks on the host, the start script in the container."""
+    gpus = tuple(range(len(container.gpus))) if request.gpus is None else request.gpus
+    parameters = {
+        "path": container.path,
+        "python": container.python,
+        "run_id": run_id,
+        "name": request.name,
+        "release": request.release,
+        "gpus": list(gpus),
+        "config": request.config,
+        "config_name": request.config_name,
+        "env": request.env,
+        "env_names": env_names(request.env, "env file") if request.env is not None else [],
+        "set": list(request.settings),
+        "resume": request.resume,
+        "init_from": request.init_from,
+        "client": request.client,
+    }
+    return bundle.command(container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus))
+
+
+def lock_words(container: Container, gpus: Sequence[int]) -> tuple[str, ...]:
+    """flock's words for each GPU, in the host's order so that two starts can't wait for each other crosswise.
+
+    -F: flock becomes the command, whose descriptor goes on through lxc-attach to the supervisor.
+    """
+    if not container.gpus:
+        return ()
+    words: list[str] = []
+    for index in sorted(container.gpus[gpu] for gpu in gpus):
+        words += ["flock", "-n", "-E", str(LOCK_TAKEN), "-F", LOCK_FILE.format(index=index)]
+    return tuple(words)
+
+
+def list_query(container: Container) -> Query[list[Run]]:
+    """Every run of the container, oldest first."""
+    command = bundle.command(container.python, "report", {"path": container.path, "run": None})
+    return Query(command, lambda result: [run_of(facts) for facts in answer(result)["runs"]])
+
+
+def run_query(container: Container, run: str) -> Query[Run]:
+    """One run, with its living processes."""
+    command = bundle.command(container.python, "report", {"path": container.path, "run": run})
+    return Query(command, lambda result: run_of(answer(result)["runs"][0]))
+
+
+def stop_query(container: Container, run: str | None, grace: float) -> Query[Stopped]:
+    parameters = {"path": container.path, "run": run, "grace": grace}
+    return Query(bundle.command(container.python, "stop", parameters), _stopped)
+
+
+def follow_command(
+    container: Container, run: str, *, offset: int | None, tail: int | None, follow: bool, quiet: bool = False
+) -> Command:
+    """The log from a byte offset, or its last `tail` lines, or all of it; first a line of JSON (see `log_header`)."""
+    parameters = {
+        "path": container.path,
+        "run": run,
+        "offset": offset,
+        "tail": tail,
+        "follow": follow,
+        "quiet": quiet,
+    }
+    return bundle.command(container.python, "follow", parameters)
+
+
+# -- answers
+
+
+def answer(result: Result) -> dict[str, Any]:
+    """The JSON line that a remote script left, or the error that it tells of."""
+    lines = [line for line in result.out.split(b"\n") if line.strip()]
+    try:
+        reply = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        reply = None
+    if not isinstance(reply, dict):
+        raise OpsError("the script in the container failed", where=str(result.place), why=result.last_words)
+    reply = cast(dict[str, Any], reply)
+    if not reply.get("ok"):
+        raise_fault(reply, str(result.place))
+    return reply
+
+
+_FAULTS: Mapping[str, type[OpsError]] = {
+    "failed": OpsError,
+    "config": ConfigError,
+    "preflight": PreflightError,
+    "busy": BusyError,
+    "not_found": NotFoundError,
+}
+
+
+def raise_fault(reply: Mapping[str, Any], place: str) -> NoReturn:
+    """Raises what a remote script refused with."""
+    error = _FAULTS.get(reply.get("kind", ""), OpsError)
+    raise error(
+        reply.get("what", "the script in the container failed"),
+        where=reply.get("where") or place,
+        why=reply.get("why", ""),
+        next=reply.get("next", ""),
+    )
+
+
+def started(result: Result) -> Started:
+    reply = answer(result)
+    return Started(run_of(reply["facts"]), reply["window"], _processes(reply["freed"]), reply["existing"])
+
+
+def _stopped(result: Result) -> Stopped:
+    reply = answer(result)
+    return Stopped(
+        run=run_of(reply["facts"]),
+        seconds=reply["seconds"],
+        killed=_processes(reply["killed"]),
+        survivors=_processes(reply["survivors"]),
+        was_lost=reply["was_lost"],
+    )
+
+
+def run_of(facts: Mapping[str, Any]) -> Run:
+    """The run that these facts (see remote/rundir.py) are about. Missing records make fields None, never an error."""
+    record: Mapping[str, Any] = facts["run"]
+    ended: Mapping[str, Any] | None = facts["exit"]
+    status = _status(facts["status"])
+    run_id: str = facts["run_id"]
+    end: Mapping[str, Any] = ended or {}
+    return Run(
+        id=run_id,
+        name=run_id[:-21],
+        state=judge(facts, status),
+        release=record.get("release"),
+        gpus=tuple(record.get("gpus", ())),
+        created_at=record.get("created_at"),
+        ended_at=end.get("ended_at"),
+        seconds=end.get("seconds"),
+        code=end.get("code"),
+        signal=end.get("signal"),
+        status=status,
+        checkpoints=tuple(facts["checkpoints"]),
+        last_lines=tuple(end.get("last_lines", ())),
+        log_bytes=facts["log_bytes"],
+        log_lost_bytes=end.get("log_lost_bytes", 0),
+        resumes=record.get("resumes"),
+        processes=_processes(facts.get("processes", ())),
+    )
+
+
+def judge(facts: Mapping[str, Any], status: Status | None) -> RunState:
+    """The state of a run. The trainer's own words count only where an exit code leaves a choice."""
+    ended: Mapping[str, Any] | None = facts["exit"]
+    if ended is None:
+        if facts["supervisor_alive"]:
+            return RunState.RUNNING
+        return RunState.STARTING if facts["starting"] else RunState.LOST
+    code = ended.get("code")
+    finished = status is not None and status.state == "finished"
+    if ended.get("stopped") and not (finished and code == 0):
+        # Asked to stop, it ended cleanly or by the signals that a stop sends; any other end is its own failure.
+        return RunState.STOPPED if code is None or code in _KILLED_WHEN_ASKED else RunState.FAILED
+    return RunState.FINISHED if code == 0 else RunState.FAILED
+
+
+def log_header(line: bytes, place: str) -> tuple[str, int]:
+    """Run id and first byte offset of a log that is being sent."""
+    try:
+        reply: dict[str, Any] = json.loads(line)
+        if not reply["ok"]:
+            raise_fault(reply, place)
+        return reply["run_id"], reply["offset"]
+    except (ValueError, KeyError, TypeError):
+        why = line[:200].decode("utf-8", "replace")
+        raise OpsError("the log can't be read", where=place, why=why) from None
+
+
+def _status(record: Mapping[str, Any] | None) -> Status | None:
+    try:
+        return Status.model_validate(record) if record is not None else None
+    except ValidationError:
+        return None
+
+
+def _processes(records: Sequence[Mapping[str, Any]]) -> tuple[RunProcess, ...]:
+    return tuple(RunProcess(it["pid"], it["state"], it.get("wchan"), it["command"]) for it in records)

@@ -1,0 +1,32 @@
+"""gpu_status: one question to the host and one to each of its containers, side by side."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from dflash_ops import gpus
+from dflash_ops.command import Container, Host
+from dflash_ops.errors import OpsError
+from dflash_ops.shell import Shell
+
+
+def gpu_status(shell: Shell, host: Host, containers: Sequence[Container]) -> gpus.GpuStatus:
+    """The GPUs of a host and who holds them. A container that can't be asked becomes a problem in the answer; the host
+    must answer, or its error is raised."""
+    here = [container for container in containers if container.host == host]
+    with ThreadPoolExecutor(max_workers=len(here) + 1) as pool:
+        view = pool.submit(shell.ask, host, gpus.host_query())
+        asked = {container.vmid: pool.submit(_ask, shell, container) for container in here}
+    answers = {vmid: future.result() for vmid, future in asked.items()}
+    insides = {vmid: it for vmid, it in answers.items() if not isinstance(it, OpsError)}
+    status = gpus.join(str(host), view.result(), insides)
+    problems = [str(it) for it in answers.values() if isinstance(it, OpsError)]
+    return replace(status, problems=(*status.problems, *problems))
+
+
+def _ask(shell: Shell, container: Container) -> dict[str, Any] | OpsError:
+    try:
+        return shell.ask(container, gpus.container_query(container))
+    except OpsError as error:
+        return error
