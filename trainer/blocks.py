@@ -6,7 +6,7 @@ anchor's own feature doesn't exist yet, and training with it leaks the next toke
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ class Blocks:
     positions_BQ: Tensor  # int64, in the document
     labels_BNP: Tensor  # int64; 0 where label_mask is False
     label_mask_BNP: Tensor  # bool: supervised, and in the anchor's document
+
+    def to(self, device: torch.device) -> "Blocks":
+        return Blocks(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
 
 def anchor_candidates(

@@ -1,26 +1,61 @@
 """Drafters and checkpoints on disk: safetensors only, whole or not there at all.
 
 A folder is written under a temporary name, every file synced, then renamed: a reader sees all of it or nothing.
+
+checkpoints/step-00000100/
+    config.json, model.safetensors   the drafter, loadable as it is
+    optimizer.safetensors            AdamW's moments, named after their weights
+    state.json                       Progress, and the sha256 of the other files
+
+There is no random generator to save: weights, order of the data and anchors are drawn from the seed, the epoch and the
+row's number alone.
 """
 
-# safetensors' torch functions are typed loosely.
+# safetensors' and the optimiser's functions are typed loosely.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.draft import DraftConfig, DraftModel
+from trainer.optim import parameter_names
+from trainer.records import checkpoint_name
 
+SCHEMA_VERSION = 1
 MODEL_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for each weight
+
+
+class Progress(BaseModel):
+    """Where a training stands: what a resumed one needs beside weights and moments."""
+
+    model_config = ConfigDict(frozen=True)
+    step: int  # steps done
+    row: int  # number of the next row to learn from
+    data_digest: str  # sha256 of the data file
+    first_loss: float | None = None
+
+
+class StateFile(BaseModel):
+    """state.json."""
+
+    schema_version: int = SCHEMA_VERSION
+    progress: Progress
+    files: dict[str, str]  # name -> sha256
 
 
 class CheckpointError(ValueError):
@@ -71,6 +106,98 @@ def load_drafter(folder: Path | str, device: torch.device | str, dtype: torch.dt
             raise CheckpointError(f"drafter {folder}: tensor {name} has shape {got}, expected {wanted}")
     model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
     return model.to(device), config
+
+
+# --- checkpoints ---
+
+
+def save_checkpoint(
+    folder: Path, model: DraftModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+) -> Path:
+    """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact."""
+    new = folder / checkpoint_name(progress.step)
+    for leftover in folder.glob(".*"):  # of a save that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    building = folder / f".{new.name}.tmp"
+    building.mkdir(parents=True)
+    write_drafter_files(building, model, model.config, None)
+    save_tensors(building / OPTIMIZER_FILE, optimizer_tensors(model, optimizer))
+    files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
+    write_synced(building / STATE_FILE, StateFile(progress=progress, files=files).model_dump_json(indent=2).encode())
+    replace_folder(building, new)
+    for old in checkpoint_folders(folder)[keep:]:
+        shutil.rmtree(old)
+    return new
+
+
+def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint below `folder` whose files are what was written; damaged ones are named and passed over."""
+    for checkpoint in checkpoint_folders(folder):
+        fault = damage(checkpoint)
+        if fault is None:
+            return checkpoint
+        say(f"checkpoint {checkpoint.name} is damaged ({fault}): trying an older one")
+    return None
+
+
+def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.Optimizer) -> Progress:
+    """Puts weights and moments back, exactly. Raises CheckpointError when it holds another shape of drafter."""
+    loaded, config = load_drafter(checkpoint, "cpu", torch.float32)
+    if config != model.config:
+        raise CheckpointError(f"checkpoint {checkpoint}: {difference(config, model.config)}")
+    model.load_state_dict(loaded.state_dict())
+    moments = load_file(checkpoint / OPTIMIZER_FILE)
+    names = parameter_names(model)
+    state = {i: {key: moments[f"{name}.{key}"] for key in MOMENTS} for i, name in enumerate(names)} if moments else {}
+    # The groups' settings come from the config, not from the file: a resumed run may have another learning rate.
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return read_state(checkpoint).progress
+
+
+def difference(found: DraftConfig, wanted: DraftConfig) -> str:
+    """Which sizes of two drafters differ, for an error."""
+    one, other = (
+        found.to_json() | found.to_json()["dflash_config"],
+        wanted.to_json() | wanted.to_json()["dflash_config"],
+    )
+    keys = [k for k in one if one[k] != other[k] and k not in ("dflash_config", "rope_parameters", "layer_types")]
+    return ", ".join(f"its {k} is {one[k]}, wanted {other[k]}" for k in keys)
+
+
+def optimizer_tensors(model: DraftModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments by the names of their weights; nothing before the first step."""
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    names = parameter_names(model)
+    return {f"{names[i]}.{key}": held[key].detach().cpu().contiguous() for i, held in state.items() for key in MOMENTS}
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def read_state(checkpoint: Path) -> StateFile:
+    return StateFile.model_validate_json((checkpoint / STATE_FILE).read_bytes())
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None."""
+    try:
+        state = read_state(checkpoint)
+        wrong = [name for name, digest in state.files.items() if file_digest(checkpoint / name) != digest]
+    except (OSError, ValueError) as error:
+        return str(error).split("\n")[0]
+    if state.schema_version > SCHEMA_VERSION:
+        return f"schema_version {state.schema_version} is newer than this trainer"
+    return f"{wrong[0]} is not what was written" if wrong else None
+
+
+# --- files ---
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -63,7 +63,7 @@ class DataSection(Section):
     heldout: str | None = None
     """JSONL file that is only measured on."""
     row_tokens: int = Field(default=1024, ge=8)
-    """Tokens in a row; several conversations are packed into one, longer ones are cut. CUDA wants a multiple of 128."""
+    """Tokens in a row; several conversations are packed into one, longer ones are cut."""
     last_turn_only: bool = False
     """Learn from the last answer of a conversation only, instead of from all."""
     shuffle: bool = True

@@ -14,32 +14,15 @@ restart at 0 with each document.
 """
 
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.blocks import Blocks
 
-Batch = TypeVar("Batch", bound="TensorGroup")
-
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """A dataclass of tensors that move together."""
-
-    def to(self: Batch, device: torch.device) -> Batch:
-        """The same on another device; copies from pinned memory overlap with work there."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return type(self)(**moved)
-
-    def pinned(self: Batch) -> Batch:
-        """The same in page-locked memory, from where a GPU copies on its own."""
-        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
-
-
-@dataclass(frozen=True)
-class RowBatch(TensorGroup):
+class RowBatch:
     """Packed rows and the anchors drawn in them."""
 
     ids_BS: Tensor  # int64; 0 where padding
@@ -48,6 +31,14 @@ class RowBatch(TensorGroup):
     positions_BS: Tensor  # int64
     anchors_BN: Tensor  # int64
     keep_BN: Tensor  # bool: False for a slot that found no anchor
+
+    def to(self, device: torch.device) -> "RowBatch":
+        """The same on another device; copies from pinned memory overlap with the work there."""
+        return RowBatch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+
+    def pinned(self) -> "RowBatch":
+        """The same in page-locked memory, from where a GPU copies on its own."""
+        return RowBatch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -58,3 +49,13 @@ class FeatureBatch:
     embeds_BQH: Tensor  # the target's embedding of the blocks' tokens
     positions_BS: Tensor
     blocks: Blocks
+    tokens: int  # of conversations, prompts included and padding not
+
+    def to(self, device: torch.device) -> "FeatureBatch":
+        return FeatureBatch(
+            self.features_BSF.to(device, non_blocking=True),
+            self.embeds_BQH.to(device, non_blocking=True),
+            self.positions_BS.to(device, non_blocking=True),
+            self.blocks.to(device),
+            self.tokens,
+        )

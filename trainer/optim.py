@@ -34,9 +34,9 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
 
 
 def learning_rate(step: int, *, steps: int, highest: float, warmup_ratio: float) -> float:
-    """The rate of a step counted from 0: a linear rise to `highest`, then a cosine down to 0 where the steps end."""
+    """The rate of a step counted from 1: a linear rise to `highest`, then a cosine that would be 0 one step after."""
     warmup = round(steps * warmup_ratio)
-    if step < warmup:
-        return highest * (step + 1) / warmup
-    share = (step - warmup) / max(1, steps - warmup)
+    if step <= warmup:
+        return highest * step / warmup
+    share = (step - 1 - warmup) / max(1, steps - warmup)
     return highest * 0.5 * (1 + math.cos(math.pi * share))

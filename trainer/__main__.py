@@ -1,0 +1,139 @@
+"""The trainer's command line.
+
+    python -m trainer train CONFIG.toml RUN_DIR [--init-from DRAFTER] [--resume RUN_DIR] [--set key=value ...]
+    python -m trainer check CONFIG.toml [--set key=value ...] [--json]
+    python -m trainer export CHECKPOINT FOLDER
+    python -m trainer regenerate | eval | import-gguf ...      (--help of each says more)
+
+Exit codes: 0 done, also after SIGTERM or SIGINT with a checkpoint saved; 3 the config is wrong; 1 anything else.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import ConfigFault, TrainConfig, as_mapping, load
+
+CONFIG_CODE = 3
+
+# Commands that read their words themselves: name -> module with main(words) -> exit code.
+OTHERS = {"regenerate": "trainer.regenerate", "eval": "trainer.evaluate", "import-gguf": "trainer.models"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if words is None else words)
+    if words and words[0] in OTHERS:
+        return int(importlib.import_module(OTHERS[words[0]]).main(words[1:]))
+    options = _parser().parse_args(words)
+    try:
+        if options.command == "check":
+            return check(options.config, options.sets, as_json=options.json)
+        if options.command == "export":
+            return export(options.checkpoint, options.folder)
+        return train(load(options.config, options.sets), options.run_dir, options.init_from, options.resume)
+    except ConfigFault as fault:
+        print(fault, file=sys.stderr)
+        return CONFIG_CODE
+
+
+def check(config: Path, sets: Sequence[str], *, as_json: bool) -> int:
+    """Reads the config and nothing else; imports no torch, so that it is quick."""
+    checked = load(config, sets)
+    if as_json:
+        print(json.dumps(as_mapping(checked), indent=2))
+    else:
+        print(f"{config}: good, {checked.train.steps} steps")
+    return 0
+
+
+def export(checkpoint: Path, folder: Path) -> int:
+    """A checkpoint's drafter in bfloat16, as servers load it."""
+    import torch
+
+    from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
+
+    try:
+        model, config = load_drafter(checkpoint, "cpu", torch.float32)
+        save_drafter(folder, model, config, torch.bfloat16)
+    except (CheckpointError, OSError) as error:
+        return fail(error)
+    print(f"wrote {folder}")
+    return 0
+
+
+def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Path | None) -> int:
+    """Trains until the last step or the first SIGTERM or SIGINT; a second one ends at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        # Not print: the signal may have come in the middle of one.
+        os.write(1, f"{signal.Signals(number).name}: stopping after this step, on a checkpoint\n".encode())
+        stop.set()
+        for again in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(again, signal.SIG_DFL)
+
+    # Before torch is imported, which takes seconds in which a stop may come.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+    from trainer.checkpoint import CheckpointError
+    from trainer.data import DataError
+    from trainer.target import TargetError
+    from trainer.train import TrainingError
+    from trainer.train import train as run
+
+    try:
+        run(config, run_dir, init_from=init_from, resume=resume, stop=stop, say=say)
+    except (CheckpointError, DataError, TargetError, TrainingError, OSError) as error:
+        return fail(error)
+    return 0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def fail(error: Exception) -> int:
+    """A mistake of the user's or a full disk: one line. Anything else keeps its traceback, for the run's log."""
+    print(f"{type(error).__name__}: {error}".replace("\n", "; "), file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__, formatter_class=_Raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    running = commands.add_parser("train", help="train a drafter")
+    running.add_argument("config", type=Path)
+    running.add_argument("run_dir", type=Path, help="records and checkpoints; one with checkpoints is resumed")
+    running.add_argument("--init-from", type=Path, metavar="DRAFTER", help="start with this drafter's weights")
+    running.add_argument(
+        "--resume", type=Path, metavar="RUN_DIR", help="go on from this earlier run's newest checkpoint"
+    )
+
+    checking = commands.add_parser("check", help="check a config, quickly")
+    checking.add_argument("config", type=Path)
+    checking.add_argument("--json", action="store_true", help="print it with all defaults")
+
+    for command in (running, checking):
+        command.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+
+    exporting = commands.add_parser("export", help="a checkpoint's drafter in bfloat16")
+    exporting.add_argument("checkpoint", type=Path)
+    exporting.add_argument("folder", type=Path)
+
+    for name in OTHERS:
+        commands.add_parser(name, help=f"see: python -m trainer {name} --help", add_help=False)
+    return parser
+
+
+_Raw = argparse.RawDescriptionHelpFormatter
+
+if __name__ == "__main__":
+    sys.exit(main())

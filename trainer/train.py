@@ -1,0 +1,266 @@
+"""A training, top to bottom: rows -> the target's features -> the drafter's loss -> an update, again and again.
+
+Row i always makes the same batch, and step n always learns from the same rows, whatever the threads' timing: the same
+config and data give the same losses, and a resumed run repeats the uninterrupted one, bit for bit on the same devices.
+"""
+
+# torch's random functions and tolist are partly untyped.
+# pyright: reportUnknownMemberType=false
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from trainer.checkpoint import (
+    CheckpointError,
+    Progress,
+    difference,
+    load_checkpoint,
+    load_drafter,
+    newest_good_checkpoint,
+    save_checkpoint,
+)
+from trainer.config import TrainConfig, default_gamma
+from trainer.data import Documents, read_documents
+from trainer.draft import DraftConfig, DraftModel, default_target_layer_ids
+from trainer.features import FeatureBatch, RowBatch
+from trainer.feed import Feed
+from trainer.journal import Clock, Journal, now
+from trainer.learner import Learner, features_of
+from trainer.loss import LossTerms, Weighting
+from trainer.optim import learning_rate, make_optimizer
+from trainer.pipeline import Pipeline
+from trainer.records import RunDir, StepRecord
+from trainer.target import TargetModel, load_target
+from trainer.threads import nothing_compiles
+
+DEPTH = 2  # batches that wait between two threads
+
+Say = Callable[[str], None]
+Outcome = Literal["finished", "stopped"]
+
+
+class TrainingError(RuntimeError):
+    """The training can't go on: one line says why."""
+
+
+def train(
+    config: TrainConfig,
+    run_dir: Path,
+    *,
+    init_from: Path | None = None,
+    resume: Path | None = None,
+    stop: threading.Event | None = None,
+    say: Say = print,
+) -> Outcome:
+    """Trains a drafter and writes the run's records and checkpoints into `run_dir`.
+
+    A run_dir with checkpoints is resumed. Otherwise `resume` names the folder of an earlier run to go on from, or
+    `init_from` (before config.init_from) a drafter whose weights to start with. Setting `stop` ends the training after
+    the step under way, on a checkpoint. `say` prints a line of the log. On an error, status.json says "failed" and why.
+    """
+    run = RunDir(run_dir)
+    journal = Journal(run, config.train.steps, say)
+    try:
+        outcome = _train(config, run, journal, init_from, resume, stop or threading.Event(), say)
+    except Exception as error:
+        journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
+        raise
+    journal.update(state=outcome)
+    say(f"{outcome} at step {journal.status.step}/{config.train.steps}")
+    return outcome
+
+
+def _train(
+    config: TrainConfig,
+    run: RunDir,
+    journal: Journal,
+    init_from: Path | None,
+    resume: Path | None,
+    stop: threading.Event,
+    say: Say,
+) -> Outcome:
+    settings = config.train
+    device = pick_device(settings.device)
+    target_device = pick_device(settings.target_device or settings.device)
+
+    # What is learned from, and by whom.
+    target = load_target(config.target.path, target_device, target_dtype(config, target_device))
+    draft = draft_config(config, target)
+    data = read(config.data.train, config, target, draft, say)
+    feed = Feed(config, data, read(config.data.heldout, config, target, draft, say) if config.data.heldout else None)
+    model = fresh_drafter(draft, settings.seed).to(device)
+    optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
+    learner = Learner(
+        model,
+        target.head_weight.to(device),
+        optimizer,
+        Weighting(settings.loss, gamma=settings.gamma or default_gamma(draft.block_size), alpha=settings.alpha),
+        chunk_blocks=settings.chunk_blocks,
+        clip=settings.clip,
+    )
+
+    # Where it starts.
+    earlier = find_checkpoint(run, resume, say)
+    if earlier:
+        progress = load_checkpoint(earlier, model, optimizer)
+        say(f"resuming from {earlier} at step {progress.step}")
+        if progress.data_digest != data.digest:
+            say(f"the data has changed since then: going on with row {progress.row} of what is there now")
+    else:
+        start_weights(model, init_from or config.init_from, say)
+        progress = Progress(step=0, row=0, data_digest=data.digest)
+    journal.resume(progress.step, progress.first_loss, earlier.name if earlier else None)
+    say(
+        f"training {sum(p.numel() for p in model.parameters()):,} weights on {device}, target {config.target.path} on "
+        f"{target_device}: {len(data.documents)} conversations, {feed.rows.epoch_rows()} rows an epoch, "
+        f"{settings.rows_per_step} rows of {config.data.row_tokens} tokens and {settings.anchors} blocks a row a step"
+    )
+
+    def features(rows: RowBatch) -> FeatureBatch:
+        return features_of(target, rows.pinned() if target_device.type == "cuda" else rows, draft, device)
+
+    def save(done: Progress) -> None:
+        path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep)
+        journal.update(step=done.step, checkpoint=path.name)
+        say(f"saved {path.name}")
+
+    if device.type == "cuda" and progress.step < settings.steps:
+        learner.warm_up(features(feed.learning_batch(progress.row)))  # in this thread alone: see threads.py
+
+    # The loop. The feed and the target work ahead in their own threads; the drafter learns in this one.
+    journal.update(state="training")
+    clock = Clock()
+    source = feed.batches(progress.step, progress.row)
+    with nothing_compiles(device), Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline:
+        results = iter(pipeline)
+        for step in range(progress.step + 1, settings.steps + 1):
+            if stop.is_set():
+                break
+            lr = learning_rate(step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio)
+            tokens = 0
+            for batch in islice(results, feed.batches_per_step):
+                learner.learn(batch)
+                tokens += batch.tokens
+            figures = learner.update(lr)
+            clock.add(tokens)
+
+            measured = None
+            if feed.measures_after(step):
+                measured = measure(learner, islice(results, feed.heldout_batches))
+            if step % settings.log_every == 0 or step == settings.steps or measured:
+                loss, accuracy, accept, grad_norm = figures.read()
+                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                    raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")
+                record = StepRecord(
+                    step=step,
+                    loss=loss,
+                    accuracy=accuracy,
+                    accept=accept,
+                    lr=lr,
+                    grad_norm=grad_norm,
+                    tokens=tokens,
+                    tokens_per_s=clock.lap(),
+                    seconds=clock.seconds(),
+                    time=now(),
+                    heldout_loss=measured[0] if measured else None,
+                    heldout_accept=measured[1] if measured else None,
+                )
+                journal.record(record)
+            progress = Progress(
+                step=step,
+                row=progress.row + settings.rows_per_step,
+                data_digest=data.digest,
+                first_loss=journal.status.first_loss,
+            )
+            if step % settings.checkpoint_every == 0 or step == settings.steps:
+                save(progress)
+
+    if progress.step == settings.steps:
+        return "finished"
+    save(progress)
+    return "stopped"
+
+
+def pick_device(name: str) -> torch.device:
+    """A device of the config. Raises TrainingError when this machine doesn't have it."""
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TrainingError(f"device {name} is not here: torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return chosen.get(config.target.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def draft_config(config: TrainConfig, target: TargetModel) -> DraftConfig:
+    """The drafter's shape: the config's choices, the target's sizes. Raises TrainingError when they don't fit."""
+    wanted = config.draft
+    try:
+        layer_ids = wanted.target_layer_ids or default_target_layer_ids(target.num_layers, wanted.captured)
+        return target.draft_config(wanted.layers, wanted.block, layer_ids, wanted.mask_token_id)
+    except ValueError as error:
+        raise TrainingError(f"[draft] does not fit the target {config.target.path}: {error}") from error
+
+
+def read(path: str, config: TrainConfig, target: TargetModel, draft: DraftConfig, say: Say) -> Documents:
+    """A data file of the config; says what was left out of it. Raises DataError."""
+    documents = read_documents(
+        Path(path),
+        target.tokenizer,
+        row_tokens=config.data.row_tokens,
+        last_turn_only=config.data.last_turn_only,
+        mask_token_id=draft.mask_token_id,
+    )
+    for line in documents.report:
+        say(line)
+    return documents
+
+
+def fresh_drafter(draft: DraftConfig, seed: int) -> DraftModel:
+    """Weights drawn from the seed, the same for each device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return DraftModel(draft)
+
+
+def start_weights(model: DraftModel, folder: Path | str | None, say: Say) -> None:
+    """Takes over a drafter's weights, if one is named. Raises CheckpointError when it has another shape."""
+    if folder is None:
+        return
+    drafter, found = load_drafter(folder, "cpu", torch.float32)
+    if found != model.config:
+        raise CheckpointError(f"drafter {folder}: {difference(found, model.config)}")
+    model.load_state_dict(drafter.state_dict())
+    say(f"starting with the weights of {folder}")
+
+
+def find_checkpoint(run: RunDir, resume: Path | None, say: Say) -> Path | None:
+    """The checkpoint to go on from: the run's own before the earlier run's. Raises CheckpointError: that has none."""
+    if own := newest_good_checkpoint(run.checkpoints, say):
+        return own
+    if resume is None:
+        return None
+    if earlier := newest_good_checkpoint(RunDir(resume).checkpoints, say):
+        return earlier
+    raise CheckpointError(f"nothing to resume: no good checkpoint in {RunDir(resume).checkpoints}")
+
+
+def measure(learner: Learner, held: Iterable[FeatureBatch]) -> tuple[float, float]:
+    """Loss and acceptance length over all held-out batches."""
+    total: LossTerms | None = None
+    for batch in held:
+        terms = learner.measure(batch)
+        total = terms if total is None else total + terms
+    assert total is not None, "held-out data has at least one row"
+    loss, _, accept = cast(list[float], total.figures().tolist())
+    return loss, accept
