@@ -1,0 +1,188 @@
+"""The target: its hand-run layers against the model's own forward, documents, the cache, mask tokens, refusals."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_targets import real_model_folder, tiny_target
+from torch import nn
+
+from trainer.target import (
+    KeyValueCache,
+    TargetError,
+    TargetModel,
+    check_family,
+    document_mask,
+    load_target,
+    positions_in_documents,
+)
+
+FAMILIES = ["llama", "qwen3"]
+
+
+def random_ids(target: TargetModel, rows: int, size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(4, target.config.vocab_size, (rows, size), generator=torch.Generator().manual_seed(seed))
+
+
+def hidden_states(target: TargetModel, ids_BS: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """What transformers says: layer i's output is its hidden state i + 1."""
+    with torch.no_grad():
+        states = target.model(ids_BS, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[layer + 1] for layer in layer_ids], dim=-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("documents", [True, False])
+def test_features_are_the_hidden_states_after_the_layers(family: str, documents: bool) -> None:
+    target = tiny_target(family)
+    ids = random_ids(target, 3, 17)
+    layer_ids = (3, 0, 4)  # in the order asked for, not sorted
+    features = target.features(ids, torch.zeros_like(ids) if documents else None, layer_ids)
+    torch.testing.assert_close(features, hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-5)
+    assert not features.requires_grad
+
+
+def test_features_of_the_real_model() -> None:
+    target = load_target(real_model_folder())
+    ids = torch.tensor([target.tokenizer.encode("The drafter proposes a block, the target checks it in one pass.")])
+    layer_ids = target.draft_config().target_layer_ids
+    assert layer_ids == (1, 8, 14, 20, 27)
+    torch.testing.assert_close(
+        target.features(ids, None, layer_ids), hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_in_a_row_do_not_see_each_other(family: str) -> None:
+    target = tiny_target(family)
+    lengths, layer_ids = [5, 1, 9, 4], (1, 4)
+    ids = random_ids(target, 1, sum(lengths) + 3)
+    documents = torch.tensor([[n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * 3])
+    packed = target.features(ids, documents, layer_ids)
+    begin = 0
+    for length in lengths:
+        alone = target.features(ids[:, begin : begin + length], None, layer_ids)
+        torch.testing.assert_close(packed[:, begin : begin + length], alone, rtol=1e-4, atol=1e-5)
+        begin += length
+    assert packed.isfinite().all()  # padding too: a NaN there would spread through a product with zero
+
+
+def test_features_stop_after_the_last_captured_layer() -> None:
+    target = tiny_target()
+    wanted = target.features(random_ids(target, 1, 6), None, (1, 3))
+    for later in (4, 5):
+        target.model.model.layers[later] = nn.Identity()  # has none of a layer's parts: running it would raise
+    torch.testing.assert_close(target.features(random_ids(target, 1, 6), None, (1, 3)), wanted, rtol=0, atol=0)
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 4))
+def test_positions_restart_and_the_mask_stays_inside(lengths: list[int], padding: int) -> None:
+    documents = [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+    positions = [p for length in lengths for p in range(length)] + list(range(padding))
+    row = torch.tensor([documents])
+    assert positions_in_documents(row)[0].tolist() == positions
+    mask = document_mask(row)[0, 0]
+    for query, own in enumerate(documents):
+        seen = [key for key in range(len(documents)) if mask[query, key]]
+        assert seen == [key for key in range(query + 1) if documents[key] == own]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_through_the_cache_give_the_logits_of_one_pass(family: str) -> None:
+    target = tiny_target(family)
+    ids = random_ids(target, 1, 20)[0]
+    with torch.no_grad():
+        wanted = target.model(ids[None], use_cache=False).logits[0]
+    cache = KeyValueCache(target, 24)
+    first = target.step(ids[:9], cache, (2,))
+    target.step(torch.full((6,), 7), cache)  # a block that is not accepted
+    cache.crop(9)
+    rest = [target.step(ids[9:10], cache, (2,)), target.step(ids[10:], cache, (2,), last=1)]
+    torch.testing.assert_close(first.logits_QV, wanted[:9], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rest[0].logits_QV, wanted[9:10], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rest[1].logits_QV, wanted[19:], rtol=1e-4, atol=1e-4)
+    features = torch.cat([step.features_BQF for step in (first, *rest)], dim=1)
+    torch.testing.assert_close(features, target.features(ids[None], None, (2,)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_cache_refuses_what_it_has_no_room_for() -> None:
+    target = tiny_target()
+    cache = KeyValueCache(target, 4)
+    target.step(torch.tensor([5, 6, 7]), cache)
+    with pytest.raises(ValueError, match="holds 4 tokens, 5"):
+        target.step(torch.tensor([5, 6]), cache)
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(4)
+
+
+def test_the_target_is_frozen_and_its_parts_are_its_own() -> None:
+    target = tiny_target(tie_word_embeddings=True)
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.head_weight.data_ptr() == target.model.model.embed_tokens.weight.data_ptr()
+    torch.testing.assert_close(target.embedding(torch.tensor([[5]]))[0, 0], target.head_weight[5])
+
+
+def test_mask_token_rules_in_their_order() -> None:
+    target = tiny_target()
+    assert target.mask_token(9) == 9
+    with pytest.raises(TargetError, match="outside the vocabulary"):
+        target.mask_token(target.config.vocab_size)
+    # a reserved special token, neither used by the template nor bos, eos, pad or unk
+    assert target.tokenizer.convert_ids_to_tokens(target.mask_token()) == "<reserved>"
+    padded = tiny_target(vocab_size=target.config.vocab_size + 8)
+    assert padded.mask_token() == len(target.tokenizer)  # the first row that no token uses
+    padded.tokenizer.mask_token = "~"
+    assert padded.mask_token() == padded.tokenizer.convert_tokens_to_ids("~")
+    target.tokenizer.chat_template += "<reserved>"
+    with pytest.raises(TargetError, match="give mask_token_id"):
+        target.mask_token()
+
+
+def test_the_real_model_s_mask_token_is_its_reserved_one() -> None:
+    assert load_target(real_model_folder()).mask_token() == 16  # <empty_output>
+
+
+def test_draft_config_takes_the_target_s_sizes() -> None:
+    config = tiny_target("qwen3", layers=9).draft_config(num_layers=2, block_size=8)
+    assert (config.num_layers, config.block_size, config.mask_token_id) == (2, 8, 3)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 2, 8)
+    assert config.target_layer_ids == (1, 2, 4, 5, 6)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert tiny_target(layers=2).draft_config().target_layer_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gemma3_text"}, "scale their embeddings"),
+        ({"model_type": "granite"}, "scale their embeddings"),
+        ({"model_type": "cohere2"}, "scale their embeddings"),
+        ({"model_type": "mistral"}, "not supported as targets; use one of: llama, qwen3"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TargetError, match=reason):
+        check_family(SimpleNamespace(**{"model_type": "llama", "hidden_act": "silu", **changes}))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"no config\.json"):
+        load_target(tmp_path / "nowhere")
+
+
+def test_a_saved_target_loads_as_it_was(tmp_path: Path) -> None:
+    target = tiny_target("qwen3")
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    loaded = load_target(tmp_path)
+    ids = random_ids(target, 1, 5)
+    torch.testing.assert_close(loaded.features(ids, None, (1,)), target.features(ids, None, (1,)), rtol=0, atol=0)
+    assert loaded.end_tokens() == {2}
+    assert loaded.tokenizer.encode("a b\n") == target.tokenizer.encode("a b\n")

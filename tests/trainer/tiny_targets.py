@@ -1,0 +1,54 @@
+"""Targets made on the spot: random weights, a tokenizer of single ASCII characters, a ChatML template."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trainer.models import MODEL, is_whole, models_folder
+from trainer.target import TargetModel
+
+UNKNOWN, START, END, RESERVED = "<unk>", "<|im_start|>", "<|im_end|>", "<reserved>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer() -> Any:
+    """One token a character: any tokens give back their text, any ASCII text its tokens."""
+    printable = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # the last two: space and line break
+    vocabulary = {token: id for id, token in enumerate([UNKNOWN, START, END, RESERVED, *printable])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (UNKNOWN, START, END, RESERVED)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, bos_token=START, eos_token=END, pad_token=END,
+        chat_template=TEMPLATE, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def tiny_target(family: str = "llama", seed: int = 0, layers: int = 6, **changes: Any) -> TargetModel:
+    """A random target: hidden 32, four heads of 8 on two key heads, the vocabulary of `tiny_tokenizer`."""
+    tokenizer = tiny_tokenizer()
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": len(tokenizer), "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "initializer_range": 0.2,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **changes,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    return TargetModel(model, tokenizer)
+
+
+def real_model_folder() -> Path:
+    """SmolLM2 as `make setup` leaves it."""
+    folder = models_folder() / MODEL
+    if not is_whole(folder):
+        pytest.fail(f"the real model is not at {folder}: run `make setup` (or `python -m trainer import-gguf`)")
+    return folder
