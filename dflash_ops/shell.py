@@ -31,6 +31,7 @@ T = TypeVar("T")
 OnBytes = Callable[[bytes], None]
 
 _TICK_SECONDS = 0.5  # how often a wait looks whether the link still lives
+_BEAT_SECONDS = 5.0
 _CODE_SECONDS = 15.0  # an exit code follows the end of the output at once, unless the link broke
 _STAGES = "/var/tmp/dflash-ops-stage-"
 
@@ -133,6 +134,22 @@ class Conversation:
         text, _, rest = bytes(self._out).partition(b"\n")
         self._out = bytearray(rest)
         return text
+
+    @contextlib.contextmanager
+    def beating(self) -> Generator[None, None, None]:
+        """Sends an empty line every 5 s while the block runs: a sign of life for a command that would else give up."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(_BEAT_SECONDS):
+                self.say(b"\n")
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
 
     def finish(self, *, timeout: float | None = None) -> Result:
         """Ends its stdin, waits for its end, and gives what it left unheard."""

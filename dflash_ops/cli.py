@@ -1,0 +1,253 @@
+"""The command line: reads words, calls one verb, shows its value. The only place where an error becomes text.
+
+Verbs are imported when they are called: `--help` needs neither torch nor an ssh library.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from dflash_ops import render
+from dflash_ops.errors import OpsError, UsageFault
+
+if TYPE_CHECKING:
+    from dflash_ops.command import Container
+    from dflash_ops.inventory import Inventory
+
+app = typer.Typer(
+    name="dflash-ops",
+    help="Deploy, run and watch a DFlash drafter trainer in an LXC container on a Proxmox GPU box.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "-t", "--target", metavar="NAME", envvar="DFLASH_OPS_TARGET", help="The inventory's container to use."
+    ),
+]
+InventoryFile = Annotated[
+    Path | None,
+    typer.Option("--inventory", metavar="FILE", help="The inventory, instead of the nearest one upwards."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and each step on stderr.")] = False,
+) -> None:
+    context.obj = debug
+
+
+# -- verbs
+
+
+@app.command()
+def deploy(
+    context: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="The folder to send. Default: the inventory's, else here, else the packaged trainer."),
+    ] = None,
+    target: Target = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """Send code into the container as a new release, check it there, and make it the current one."""
+    from dflash_ops import deploy as verbs
+    from dflash_ops import source as sources
+    from dflash_ops.shell import Shell
+
+    book = load_inventory(inventory)
+    chosen = sources.choose(source, book.source, here=Path.cwd())
+    with Shell() as shell:
+        done = verbs.deploy(shell, book.container(target), chosen, on_step=on_step(context))
+
+    def people() -> None:
+        render.say(
+            f"deployed {done.release} to {done.container}: {done.files} files, {render.size(done.size)}, "
+            f"{done.sent} bytes sent, {done.seconds:.2f} s"
+        )
+
+    render.show(done, as_json=as_json, people=people)
+
+
+@app.command()
+def releases(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
+    """List the container's releases, the oldest first."""
+    from dflash_ops import deploy as verbs
+    from dflash_ops.shell import Shell
+
+    container = find_container(inventory, target)
+    with Shell() as shell:
+        listed = verbs.releases(shell, container)
+
+    def people() -> None:
+        if not listed:
+            render.say(f"no releases in {container}; dflash-ops deploy makes one")
+            return
+        columns = ("", "RELEASE", "COMMIT", "FILES", "SIZE")
+        rows = [
+            (
+                "*" if item.current else "",
+                item.id + (" (damaged)" if item.damaged else ""),
+                item.commit and item.commit[:12],
+                item.files,
+                render.size(item.size),
+            )
+            for item in listed
+        ]
+        render.table(columns, rows, right=("FILES", "SIZE"))
+
+    render.show({"releases": listed}, as_json=as_json, people=people)
+
+
+@app.command()
+def rollback(
+    release: Annotated[str | None, typer.Argument(help="The release. Default: the one before the current one.")] = None,
+    target: Target = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """Make an earlier release the current one again."""
+    from dflash_ops import deploy as verbs
+    from dflash_ops.shell import Shell
+
+    with Shell() as shell:
+        done = verbs.rollback(shell, find_container(inventory, target), release)
+    render.show(
+        done,
+        as_json=as_json,
+        people=lambda: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
+    )
+
+
+@app.command()
+def put(
+    context: typer.Context,
+    words: Annotated[list[str], typer.Argument(metavar="LOCAL... shared/REMOTE", help="Files, then where they go.")],
+    target: Target = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """Copy files into the container's shared folder, checked there. REMOTE ends with / to name a folder."""
+    from dflash_ops import deploy as verbs
+    from dflash_ops.shell import Shell
+
+    if len(words) < 2:
+        raise UsageFault("put needs a file and a place", where=" ".join(words), next="put FILE shared/data/")
+    files = [Path(word) for word in words[:-1]]
+    with Shell() as shell:
+        done = verbs.put(shell, find_container(inventory, target), files, words[-1], on_step=on_step(context))
+
+    def people() -> None:
+        for path in done.paths:
+            render.say(f"{done.container}: {path}")
+        render.say(f"{render.size(done.sent)} in {done.seconds:.2f} s")
+
+    render.show(done, as_json=as_json, people=people)
+
+
+@app.command("exec", context_settings={"allow_interspersed_args": False})
+def run(
+    words: Annotated[list[str], typer.Argument(metavar="-- CMD [WORD]...", help="The program and its words.")],
+    target: Target = None,
+    inventory: InventoryFile = None,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of silence.")] = None,
+) -> None:
+    """Run a command in the container: words, input, output and exit code are passed on as they are."""
+    from dflash_ops.command import Command
+    from dflash_ops.shell import Shell
+
+    if not words[0]:
+        raise UsageFault("the command is an empty word", next="exec -- CMD")
+    with Shell() as shell:
+        code = shell.stream(
+            find_container(inventory, target),
+            Command(tuple(words)),
+            on_out=_writer(1),
+            on_err=_writer(2),
+            stdin=0,
+            timeout=timeout,
+        )
+    raise typer.Exit(code)
+
+
+def _writer(descriptor: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    return write
+
+
+# -- shared by all verbs
+
+
+def load_inventory(explicit: Path | None) -> "Inventory":
+    from dflash_ops.inventory import load
+
+    return load(explicit)
+
+
+def find_container(explicit: Path | None, target: str | None) -> "Container":
+    """The container that -t names in the inventory, or its default."""
+    return load_inventory(explicit).container(target)
+
+
+def on_step(context: typer.Context) -> Callable[[str], None]:
+    """Shows steps on stderr, on a terminal or with --debug; else keeps quiet."""
+    shown = bool(context.obj) or sys.stderr.isatty()
+
+    def note(step: str) -> None:
+        if shown:
+            render.note(step)
+
+    return note
+
+
+def main() -> NoReturn:
+    """The console script: runs the app, and turns every error into one line and an exit code."""
+    debug = "--debug" in sys.argv[1:2]
+    try:
+        app()
+        code = 0
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+    except OpsError as error:
+        code = _told(error.line(), error.exit_code, debug)
+    except KeyboardInterrupt:
+        code = _told("interrupted", 130, debug=False)
+    except BrokenPipeError:
+        code = 141
+    except Exception as error:
+        code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
+    _leave(code)
+
+
+def _told(line: str, code: int, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    render.note(f"dflash-ops: {line}")
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process; a reader that has gone (`| head`) is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)

@@ -1,0 +1,81 @@
+"""The one place that prints a verb's value: a table or a line for people, one JSON document for programs.
+
+JSON: `schema_version`, then the value's fields; null for what is not known; sizes in bytes. Control characters in
+names never reach the terminal.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+SCHEMA_VERSION = 1
+
+
+def show(value: Any, *, as_json: bool, people: Callable[[], None]) -> None:
+    """Prints a verb's value, a dataclass or a mapping of plain values and dataclasses: by `people`, or as JSON."""
+    if not as_json:
+        people()
+        return
+    document: dict[str, Any] = _plain(value)
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **document}))
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(clean(text))
+
+
+def note(text: str) -> None:
+    """A line on stderr: progress, hints, warnings."""
+    print(clean(text), file=sys.stderr, flush=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> None:
+    """A table. Names in `right` are columns of numbers. None is shown as -."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    numbers = set(right)
+    for column in columns:
+        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text("-" if cell is None else clean(str(cell))) for cell in row))
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width; nothing is folded there
+        console = Console(width=10_000)
+    console.print(shown)
+
+
+def size(count: int | None) -> str:
+    """Bytes for people: 12.3 MiB."""
+    if count is None:
+        return "-"
+    if count < 1024:
+        return f"{count} B"
+    amount, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.1f} {units[0]}"
+
+
+def clean(text: str) -> str:
+    """The text with control characters and lone surrogates as escapes: safe for any terminal and any encoding."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in cast(Sequence[Any], value)]
+    return value
