@@ -1,7 +1,7 @@
 """A tiny random target, data for it and a config: a real training that takes a second. For tests of trainer and runs.
 
-    config = tiny_training(tmp_path)          # writes target/, train.jsonl, heldout.jsonl, config.toml below tmp_path
-    python -m trainer train config RUN_DIR
+`config = tiny_training(tmp_path)` writes target/, train.jsonl, heldout.jsonl and config.toml below tmp_path, for
+`python -m trainer train CONFIG RUN_DIR`.
 """
 
 import json
@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = "amber basalt cedar delta ember fjord garnet harbor iris jade kelp lagoon maple nickel onyx pearl".split()
+WORDS = ("amber", "basalt", "cedar", "delta", "ember", "fjord", "garnet", "harbor", "iris", "jade", "kelp", "lagoon")
 
 
 def tiny_target(folder: Path, *, layers: int = 6, hidden: int = 64, seed: int = 0) -> Path:
