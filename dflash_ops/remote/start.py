@@ -30,7 +30,7 @@ sys.exit(importlib.import_module("dflash_ops.remote." + sys.argv[1]).main(sys.ar
 _CHECK_SECONDS = 60.0
 _SPAWN_SECONDS = 15.0
 _TMUX_SECONDS = 15.0
-_FREE_GRACE = 10.0
+_FREE_GRACE = 5.0
 LOCK_NAME = "dflash-ops-gpu-"
 
 

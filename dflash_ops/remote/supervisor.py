@@ -25,7 +25,7 @@ from dflash_ops.remote import processes, rundir
 LAST_LINES = 50
 _TAIL_BYTES = 64 * 1024
 _RESERVE_BYTES = 16 * 1024
-_LEFTOVER_GRACE = 3.0  # seconds between SIGTERM and SIGKILL for what the trainer left running
+_LEFTOVER_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what the trainer left running
 _LEFTOVER_LIMIT = 30.0
 _RECORD_LIMIT = 60.0  # seconds of trying to write exit.json on a full disk
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

@@ -1,0 +1,522 @@
+"""The remote scripts with real processes on this machine: start, supervise, stop, follow. Over ssh: test_train.py."""
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in
+from stand_in import call, call_bytes, carriers, exists, retry_until
+
+from dflash_ops.remote import processes, rundir
+from dflash_ops.remote.follow import tail_offset
+from dflash_ops.remote.supervisor import Log, parse_environment
+
+
+class Box:
+    """A folder like a container's, with the stand-in trainer deployed, and a tmux server of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        stand_in.make_release(path)
+
+    def start(self, name: str, config: str = "", **more: Any) -> Path:
+        code, reply = self.try_start(name, config, **more)
+        assert code == 0, reply
+        return self.path / "runs" / reply["facts"]["run_id"]
+
+    def try_start(self, name: str, config: str = "", **more: Any) -> tuple[int, dict[str, Any]]:
+        prefix = more.pop("prefix", ())
+        return call("start", stand_in.start_parameters(self.path, name, config, **more), prefix=prefix)
+
+    def stop(self, run: str | None = None, grace: float = 20.0) -> tuple[int, dict[str, Any]]:
+        return call("stop", {"path": str(self.path), "run": run, "grace": grace})
+
+    def facts(self, run: str) -> dict[str, Any]:
+        code, reply = call("report", {"path": str(self.path), "run": run})
+        assert code == 0
+        return reply["runs"][0]
+
+    def ended(self, folder: Path) -> dict[str, Any]:
+        return retry_until(lambda: rundir.read_json(folder / "exit.json"))
+
+    def trainer(self, folder: Path, label: str = "trainer.pid") -> int:
+        return int(retry_until(lambda: (folder / label).exists() and (folder / label).read_text()))
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    sockets = tmp_path / "tmux"
+    sockets.mkdir()
+    monkeypatch.setenv("TMUX_TMPDIR", str(sockets))
+    box = Box(tmp_path / "opt")
+    yield box
+    for folder in rundir.folders(box.path):
+        run = rundir.facts(folder, processes.boot_id())
+        processes.kill_all(lambda run=run: rundir.members(run), 10)
+        supervisor = processes.find(run["state"].get("supervisor"))
+        if supervisor:
+            processes.wait_until(lambda s=supervisor: not processes.alive(s.identity()), 10)
+    subprocess.run(["tmux", "-L", "dflash", "kill-server"], capture_output=True, check=False)
+
+
+# -- the course of a run
+
+
+def test_a_run_ends_by_itself_and_its_exit_code_is_kept(box: Box) -> None:
+    folder = box.start("a", "steps = 3\ncode = 7")
+    ended = box.ended(folder)
+    assert (ended["code"], ended["signal"], ended["stopped"]) == (7, None, False)
+    assert [line.strip() for line in ended["last_lines"]] == ["step 1", "step 2", "step 3"]
+    assert (folder / "log").read_bytes() == b"step 1 \nstep 2 \nstep 3 \n"
+    assert not (folder / ".room").exists()
+
+
+def test_a_signal_is_told_as_a_shell_tells_it(box: Box) -> None:
+    ended = box.ended(box.start("a", "steps = 1\nsignal = 11"))
+    assert (ended["code"], ended["signal"]) == (128 + 11, 11)
+
+
+def test_stop_lets_the_trainer_save(box: Box) -> None:
+    folder = box.start("a")
+    box.trainer(folder)
+    code, reply = box.stop()
+    assert code == 0
+    assert reply["killed"] == reply["survivors"] == []
+    assert reply["facts"]["exit"]["stopped"] is True
+    assert reply["facts"]["exit"]["code"] == 0
+    assert (folder / "log").read_bytes().endswith(b"saved\n")
+    assert carriers(folder.name) == []
+
+
+def test_resume_names_the_earlier_run(box: Box) -> None:
+    first = box.start("a", "steps = 5")
+    box.ended(first)
+    second = box.start("a", "steps = 7", resume="a")
+    box.ended(second)
+    assert (second / "log").read_bytes().startswith(b"resumed at step 5\nstep 6 ")
+    assert rundir.read_json(second / "run.json")["resumes"] == first.name  # type: ignore[index]
+
+
+def test_the_environment_is_the_supervisors_own_making(box: Box) -> None:
+    folder = box.start(
+        "a",
+        "environment = yes",
+        env="SECRET=a b=c'\"$x\n# no\n\nDFLASH_RUN_ID=stolen\n",
+        env_names=["SECRET"],
+        gpus=[1, 0],
+    )
+    box.trainer(folder)
+    environment = dict(
+        entry.split(b"=", 1) for entry in (folder / "environment").read_bytes().split(b"\0") if b"=" in entry
+    )
+    assert environment[b"SECRET"] == b"a b=c'\"$x"
+    assert environment[b"DFLASH_RUN_ID"] == folder.name.encode()
+    assert environment[b"DFLASH_RUN_DIR"] == bytes(folder)
+    assert environment[b"CUDA_VISIBLE_DEVICES"] == b"1,0"
+    assert environment[b"CUDA_DEVICE_ORDER"] == b"PCI_BUS_ID"
+    assert environment[b"PYTHONUNBUFFERED"] == b"1"
+    # Nowhere else does the secret show: not in a command line, a record, the log, or another process's environment.
+    assert (folder / "env").stat().st_mode & 0o777 == 0o600
+    secret = b"a b=c'\"$x"
+    for file in folder.rglob("*"):
+        if file.is_file() and file.name not in ("env", "environment"):
+            assert secret not in file.read_bytes(), file
+    holders = [process.pid for process in processes.table() if secret in processes.environment(process.pid).values()]
+    assert holders == [box.trainer(folder)]
+    assert not any(secret.decode() in processes.command(process.pid) for process in processes.table())
+
+
+# -- stop leaves nothing, and touches nothing else
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("child = yes\nrunaway = yes\nsetsid = yes\nsigterm = ignored", id="all at once"),
+        pytest.param("runaway = yes", id="a runaway outlives a clean end"),
+        pytest.param("child = yes\nsigterm = ignored", id="deaf"),
+    ],
+)
+def test_stop_ends_the_whole_tree_and_no_other_run(box: Box, config: str) -> None:
+    other = box.start("run-ab", "child = yes\nrunaway = yes")
+    folder = box.start("run-a", config)
+    for label in ("child", "runaway"):
+        if label in config:
+            box.trainer(folder, f"{label}.pid")
+    beside = {box.trainer(other, label) for label in ("trainer.pid", "child.pid", "runaway.pid")}
+    code, reply = box.stop("run-a", grace=0.5 if "ignored" in config else 20)
+    assert code == 0
+    assert reply["survivors"] == []
+    assert carriers(folder.name) == []
+    assert bool(reply["killed"]) == ("ignored" in config)
+    assert all(exists(pid) for pid in beside)
+    assert box.facts("run-ab")["supervisor_alive"]
+    sessions = subprocess.run(["tmux", "-L", "dflash", "ls"], capture_output=True, check=True).stdout
+    assert b"dflash-run-ab:" in sessions
+
+
+def test_a_stopped_process_is_no_obstacle(box: Box) -> None:
+    folder = box.start("a")
+    os.kill(box.trainer(folder), signal.SIGSTOP)
+    code, reply = box.stop(grace=20)
+    assert code == 0
+    assert reply["facts"]["exit"]["code"] == 0  # woken, it saved
+    supervised = box.start("a", "sigterm = ignored")
+    box.trainer(supervised)
+    os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGSTOP)
+    code, reply = box.stop(grace=0.3)
+    assert code == 0
+    assert (reply["facts"]["exit"]["code"], reply["facts"]["exit"]["stopped"]) == (137, True)
+
+
+def test_a_run_is_over_when_all_of_it_is(box: Box) -> None:
+    folder = box.start("a", "child = yes\nrunaway = yes\nsteps = 30")
+    left = [box.trainer(folder, "child.pid"), box.trainer(folder, "runaway.pid")]
+    assert box.ended(folder)["left"] == []
+    assert not any(exists(pid) for pid in left)
+
+
+def test_nothing_to_stop(box: Box) -> None:
+    assert box.stop()[0] == 8
+    folder = box.start("a", "steps = 1")
+    box.ended(folder)
+    retry_until(lambda: not rundir.facts(folder, processes.boot_id())["supervisor_alive"])
+    code, reply = box.stop("a")
+    assert (code, reply["kind"]) == (8, "not_found")
+    assert "exit code 0" in reply["why"]
+    assert box.stop("b")[0] == 8
+
+
+def test_which_of_two(box: Box) -> None:
+    for name in ("a", "b"):
+        box.trainer(box.start(name))
+    code, reply = box.stop()
+    assert (code, reply["kind"]) == (7, "busy")
+    assert "a-" in reply["why"] and "b-" in reply["why"]
+
+
+def test_a_reused_pid_is_never_signalled(box: Box) -> None:
+    folder = box.start("a")
+    box.trainer(folder)
+    box.stop()
+    with subprocess.Popen(["sleep", "100"]) as stranger:
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            for who in ("supervisor", "child"):
+                state[who]["pid"] = stranger.pid  # as if the kernel had given the number away again
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "exit.json").unlink()
+            assert box.stop("a", grace=0.1)[0] == 8
+            process = processes.read(stranger.pid)
+            assert process is not None
+            forged = processes.Process(process.pid, process.start - 1, process.parent, process.group, process.state)
+            assert not processes.send(forged, signal.SIGKILL)
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+
+
+# -- crashes
+
+
+def test_a_killed_trainer_is_told(box: Box) -> None:
+    folder = box.start("a", "child = yes")
+    box.trainer(folder, "child.pid")
+    os.kill(box.trainer(folder), signal.SIGKILL)
+    ended = box.ended(folder)
+    assert (ended["code"], ended["signal"], ended["stopped"]) == (137, 9, False)
+    assert carriers(folder.name) == []
+
+
+def test_a_killed_supervisor_is_lost_and_its_trainer_is_found_and_ended(box: Box, tmp_path: Path) -> None:
+    folder = box.start("a", "sigterm = ignored\npause = 100\nrunaway = yes")
+    box.trainer(folder)
+    box.trainer(folder, "runaway.pid")
+    lock = tmp_path / "dflash-ops-gpu-0.lock"
+    os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGKILL)
+    facts = retry_until(lambda: (it := box.facts("a")) and not it["supervisor_alive"] and it)
+    assert facts["exit"] is None
+    assert {it["pid"] for it in facts["processes"]} == set(carriers(folder.name)) != set()
+    assert not lock.exists()
+    code, reply = box.stop("a", grace=0.2)
+    assert code == 0
+    assert reply["was_lost"] and reply["survivors"] == []
+    assert carriers(folder.name) == []
+    assert box.stop("a")[0] == 8
+
+
+def test_the_trainer_of_a_killed_supervisor_saves_and_ends(box: Box) -> None:
+    folder = box.start("a", "pause = 0.5")
+    trainer = box.trainer(folder)
+    os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGKILL)
+    retry_until(lambda: not exists(trainer))
+
+
+def test_a_start_ends_what_a_dead_run_of_the_same_name_left(box: Box) -> None:
+    first = box.start("a", "sigterm = ignored\npause = 100")
+    trainer = box.trainer(first)
+    os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGKILL)
+    retry_until(lambda: not box.facts("a")["supervisor_alive"])
+    code, reply = box.try_start("a")
+    assert code == 0
+    assert [it["pid"] for it in reply["freed"]] == [trainer]
+    assert not exists(trainer)
+
+
+# -- GPU locks
+
+
+def _locked(lock: Path) -> bool:
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def test_the_lock_lives_as_long_as_the_supervisor_and_is_not_handed_on(box: Box, tmp_path: Path) -> None:
+    lock = tmp_path / "dflash-ops-gpu-0.lock"
+    prefix = ("flock", "-n", "-E", "7", "-F", str(lock))
+    folder = box.start("a", "sigterm = ignored\npause = 100\nenvironment = yes", gpus=[0], prefix=prefix)
+    trainer = box.trainer(folder)
+    assert _locked(lock)
+    assert str(lock) not in (folder / "descriptors").read_text()
+    done = call_bytes("start", stand_in.start_parameters(box.path, "b", "", gpus=[0]), prefix=prefix)
+    assert (done.returncode, done.stdout) == (7, b"")
+    os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGKILL)
+    retry_until(lambda: not _locked(lock))
+    assert exists(trainer)
+
+
+# -- refusals, before anything has changed
+
+
+def test_two_starts_at_once_one_wins_and_the_other_says_who(box: Box) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: box.try_start("a"), range(4)))
+    won = [reply["facts"]["run_id"] for code, reply in answers if code == 0]
+    assert len(won) == 1
+    assert [(code, won[0] in reply["what"]) for code, reply in answers if code] == [(7, True)] * 3
+    assert len(rundir.folders(box.path)) == 1
+
+
+def test_a_gpu_in_use_is_refused_within_the_container_too(box: Box) -> None:
+    folder = box.start("a", gpus=[0, 1])
+    code, reply = box.try_start("b", gpus=[1])
+    assert (code, reply["what"]) == (7, "GPU 1 is taken")
+    assert folder.name in reply["why"]
+    assert box.try_start("c", gpus=[2])[0] == 0
+
+
+def test_the_same_run_id_starts_once(box: Box) -> None:
+    parameters = stand_in.start_parameters(box.path, "a", "")
+    first = call("start", parameters)[1]
+    code, again = call("start", parameters)
+    assert code == 0
+    assert again["existing"] is True
+    assert again["facts"]["state"] == first["facts"]["state"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        ({"config": "steeps = 3"}, 3, "mine.toml: steeps: not known; did you mean steps?"),
+        ({"release": "r9"}, 8, "there is no release r9"),
+        ({"resume": "nobody"}, 8, "there is no run nobody"),
+        ({"init_from": "/nowhere"}, 8, "no drafter at /nowhere"),
+    ],
+)
+def test_refused_before_anything_has_changed(box: Box, more: dict[str, Any], code: int, says: str) -> None:
+    got, reply = box.try_start("a", more.pop("config", ""), **more)
+    assert got == code
+    assert says in reply["what"] + reply["why"]
+    assert list((box.path / "runs").glob("*")) == []
+    assert list((box.path / "runs").glob(".*")) == []
+
+
+def test_nothing_deployed(box: Box) -> None:
+    (box.path / "current").unlink()
+    code, reply = box.try_start("a")
+    assert (code, reply["next"]) == (8, "dflash-ops deploy")
+
+
+def test_no_tmux_is_said_first(box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path / "bin"))
+        code, reply = box.try_start("a")
+    assert (code, reply["kind"], reply["what"]) == (6, "preflight", "no tmux in the container")
+    assert not (box.path / "runs").exists()
+
+
+def test_half_a_request_starts_nothing(box: Box) -> None:
+    from dflash_ops.remote import bundle
+
+    command = bundle.command(sys.executable, "start", stand_in.start_parameters(box.path, "a", ""))
+    done = subprocess.run(command.argv, input=command.stdin[:-20], capture_output=True, check=False)
+    assert done.returncode != 0
+    assert not (box.path / "runs").exists()
+
+
+# -- the log
+
+
+def test_a_full_disk_costs_log_bytes_but_not_the_run(box: Box, tmp_path: Path) -> None:
+    folder = box.path / "runs"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder]).returncode:
+        pytest.skip("needs root to make a small disk")
+    try:
+        run = box.start("a", "width = 20000\npause = 0.01\nsteps = 200")
+        ended = box.ended(run)
+        assert ended["code"] == 0  # the trainer has noticed nothing, and the record found the room kept for it
+        assert ended["log_lost_bytes"] > 1_000_000
+        assert 0 < (run / "log").stat().st_size < 600_000
+        retry_until(lambda: not box.facts("a")["supervisor_alive"])
+    finally:
+        subprocess.run(["tmux", "-L", "dflash", "kill-server"], capture_output=True, check=False)
+        retry_until(lambda: subprocess.run(["umount", folder], capture_output=True).returncode == 0)
+
+
+def test_the_log_says_what_it_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = Log(tmp_path / "log")
+    log.write(b"before\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7, hard))
+    try:
+        log.write(b"gone\n")
+        log.write(b"gone too\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write(b"after\n")
+    assert (tmp_path / "log").read_bytes() == (
+        b"before\n\n[dflash-ops: 14 bytes of this log were lost here: File too large]\nafter\n"
+    )
+    assert log.lost == 14
+    assert log.last_lines() == ["before", "gone", "gone too", "after"]
+
+
+def test_a_binary_log_arrives_as_it_was_written(box: Box) -> None:
+    folder = box.start("a", "binary = yes\nsteps = 2")
+    box.ended(folder)
+    done = call_bytes(
+        "follow", {"path": str(box.path), "run": "a", "offset": 100, "tail": None, "follow": True, "quiet": False}
+    )
+    header, _, data = done.stdout.partition(b"\n")
+    assert json.loads(header) == {"schema_version": 1, "ok": True, "run_id": folder.name, "offset": 100}
+    assert data == (folder / "log").read_bytes()[100:]
+    assert data.startswith(bytes(range(100, 256)))
+
+
+def test_following_ends_with_the_run_and_with_its_reader(box: Box) -> None:
+    from dflash_ops.remote import bundle
+
+    folder = box.start("a")
+    box.trainer(folder)
+    parameters = {"path": str(box.path), "run": "a", "offset": None, "tail": 0, "follow": True, "quiet": True}
+    command = bundle.command(sys.executable, "follow", parameters)
+    with subprocess.Popen(command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as follower:
+        assert follower.stdin and follower.stdout
+        follower.stdin.write(command.stdin)
+        follower.stdin.close()
+        follower.stdout.readline()
+        follower.stdout.close()  # a reader that is gone, with nothing more to be written
+        assert follower.wait(20) == 0
+    with ThreadPoolExecutor(1) as pool:
+        follower = pool.submit(call_bytes, "follow", {**parameters, "quiet": False})
+        time.sleep(0.3)
+        box.stop()
+        assert follower.result().stdout.endswith(b"saved\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "offset"),
+    [
+        (b"", 5, 0),
+        (b"a\nb\nc\n", 1, 4),
+        (b"a\nb\nc", 1, 4),
+        (b"a\nb\nc\n", 2, 2),
+        (b"a\nb\nc\n", 3, 0),
+        (b"a\nb\nc\n", 9, 0),
+        (b"a\nb\nc\n", 0, 6),
+        (b"x" * 70_000 + b"\n" + b"y" * 70_000 + b"\n", 1, 70_001),
+    ],
+)
+def test_tail_offset(tmp_path: Path, text: bytes, lines: int, offset: int) -> None:
+    (tmp_path / "log").write_bytes(text)
+    assert tail_offset(tmp_path / "log", lines) == offset
+
+
+# -- the window
+
+
+def _pane() -> str:
+    shown = subprocess.run(["tmux", "-L", "dflash", "capture-pane", "-p", "-t", "=dflash-a:"], capture_output=True)
+    return shown.stdout.decode()
+
+
+def test_ctrl_c_in_the_window_asks_before_it_stops(box: Box) -> None:
+    def press(*keys: str) -> None:
+        subprocess.run(["tmux", "-L", "dflash", "send-keys", "-t", "=dflash-a:", *keys], check=True)
+
+    folder = box.start("a", "pause = 0.3")
+    retry_until(lambda: "step 2" in _pane())
+    press("C-c")
+    retry_until(lambda: f"Stop run {folder.name}? [y/N]" in _pane())
+    press("n", "Enter")
+    retry_until(lambda: "it goes on" in _pane())
+    assert box.facts("a")["supervisor_alive"]
+    press("C-c")
+    retry_until(lambda: _pane().count("[y/N]") == 2)
+    press("y", "Enter")
+    assert box.ended(folder)["stopped"] is True
+
+
+def test_the_window_is_only_a_window(box: Box) -> None:
+    folder = box.start("a")
+    box.trainer(folder)
+    subprocess.run(["tmux", "-L", "dflash", "kill-server"], check=True)
+    assert box.facts("a")["supervisor_alive"]
+    assert box.stop("a")[1]["facts"]["exit"]["code"] == 0
+
+
+# -- small things
+
+
+def test_parse_environment() -> None:
+    text = b"A=1\n  B = x=y \n# C=3\n\nno sign\nD=\r\nE=\xff"
+    assert parse_environment(text) == {b"A": b"1", b"B": b" x=y ", b"D": b"", b"E": b"\xff"}
+
+
+def test_a_process_with_a_nasty_name_is_read(tmp_path: Path) -> None:
+    program = tmp_path / ") Z 1 ("
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "100"]) as sleeper:
+        process = processes.read(sleeper.pid)
+        assert process is not None
+        assert (process.parent, process.state in "SRD", process.ended) == (os.getpid(), True, False)
+        assert 0 <= processes.age_seconds(process) < 100
+        sleeper.kill()
+    assert processes.find(process.identity()) is None
+
+
+def test_records_are_whole_or_not_there(tmp_path: Path) -> None:
+    rundir.write_json(tmp_path / "x.json", {"a": 1})
+    with contextlib.suppress(TypeError):
+        rundir.write_json(tmp_path / "x.json", {"a": object()})
+    assert rundir.read_json(tmp_path / "x.json") == {"a": 1}
+    (tmp_path / "y.json").write_text("[1")
+    assert rundir.read_json(tmp_path / "y.json") is None
