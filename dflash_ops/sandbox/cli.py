@@ -1,0 +1,91 @@
+"""`dflash-ops sandbox up|down|status`: thin; mounted by the main command line."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_ops import sandbox
+from dflash_ops.errors import NotFoundError, UsageFault
+from dflash_ops.sandbox.state import SandboxState
+
+app = typer.Typer(help="A Proxmox look-alike on this machine, for the demo and the tests.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Option("--name", help="Which sandbox, when there are several.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+@app.command()
+def up(
+    name: Name = "default",
+    owner: Annotated[int | None, typer.Option(help="End the sandbox when this process ends.", metavar="PID")] = None,
+    pct_delay: Annotated[float, typer.Option(help="The least seconds a pct call takes; a real one: 0.6.")] = 0.0,
+    lxc_attach: Annotated[bool, typer.Option("--lxc-attach/--no-lxc-attach", help="Whether it exists.")] = True,
+    disk: Annotated[
+        list[str] | None, typer.Option(help="Bound a disk: 200:64M or host:64M.", metavar="ID:SIZE")
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Take a program away: 200:tar.", metavar="ID:NAME")] = None,
+    bind: Annotated[list[Path] | None, typer.Option(help="Show this folder, read-only, at its own path.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start a sandbox: a hypervisor with containers 200 and 201 (unprivileged) running and 202 stopped."""
+    removed: dict[str, list[str]] = {}
+    for vmid, program in map(_pair, without or []):
+        removed.setdefault(vmid, []).append(program)
+    state = sandbox.up(
+        name,
+        owner=owner,
+        pct_delay=pct_delay,
+        lxc_attach=lxc_attach,
+        disks=dict(map(_pair, disk or [])),
+        without=removed,
+        binds=bind or [],
+    )
+    _show(state, as_json)
+
+
+@app.command()
+def down(name: Name = "default") -> None:
+    """End a sandbox, and remove whatever a crashed one left."""
+    if not sandbox.down(name):
+        raise NotFoundError("no sandbox to end", where=name)
+    typer.echo(f"sandbox {name} is down", err=True)
+
+
+@app.command()
+def status(name: Name = "default", as_json: Json = False) -> None:
+    """Show where the sandbox listens and how its containers are."""
+    _show(sandbox.status(name), as_json)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    place, colon, value = text.partition(":")
+    if not colon or not value:
+        raise UsageFault("an option needs a place and a value", where=text, next="write it as 200:64M or 200:tar")
+    return place, value
+
+
+def _show(state: SandboxState, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_facts(state)))
+        return
+    typer.echo(f"sandbox {state.name}: {state.user}@{state.host} port {state.port}, pid {state.pid}")
+    typer.echo(f"  ssh -p {state.port} -i {state.key} -o UserKnownHostsFile={state.known_hosts} root@{state.host}")
+    for vmid, entry in sorted(state.containers.items()):
+        kind = "unprivileged" if entry["unprivileged"] else "privileged"
+        typer.echo(f"  container {vmid}: {entry['hostname']}, {kind}, {entry['status']}")
+
+
+def _facts(state: SandboxState) -> dict[str, Any]:
+    return {
+        "schema_version": state.schema_version,
+        "name": state.name,
+        "pid": state.pid,
+        "host": state.host,
+        "port": state.port,
+        "user": state.user,
+        "key": str(state.key),
+        "known_hosts": str(state.known_hosts),
+        "containers": state.containers,
+    }

@@ -1,0 +1,120 @@
+"""The process outside: starts the hypervisor's init, waits for its end or the owner's, and clears up after it.
+
+The init dies with the guard (by the parent-death signal), and the guard ends with the init; so whichever is killed,
+no process stays. What the guard's own death leaves is its folder and an empty cgroup: remains.py removes them later.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from dflash_ops.sandbox import cgroups, hypervisor, kernel, layout, remains, server, state
+from dflash_ops.sandbox.processes import ProcessId, Watch, boot_id
+from dflash_ops.sandbox.settings import Settings
+
+OWNER_POLL_SECONDS = 0.5  # only where the kernel has no pidfd
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main() -> NoReturn:
+    """Run a sandbox in a process of its own: settings as JSON on stdin, one line of JSON on stdout when it is ready
+    ({"port": …}) or has failed ({"error": …}), then silence until the end."""
+    settings = Settings.from_json(sys.stdin.read())
+    if os.fork():
+        os._exit(0)  # so that the guard is nobody's child: whoever called `up` need not wait for it
+    os.setsid()
+    folder = Path(settings.folder)
+    me = _identity(os.getpid())
+    remains.note_processes(folder, me)
+    group = cgroups.create(settings.name)
+    (folder / remains.CGROUP).write_text(str(group or ""))
+    keys = server.make_keys(folder)
+    host_key = server.load(keys.host_key)  # now: the folder does not show in the hypervisor
+    reader, writer = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    kernel.unshare(kernel.CLONE_NEWPID)
+    init = os.fork()
+    if init == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        os.close(reader)
+        hypervisor.run(settings, group, lambda port: server.serve(keys, host_key, port), writer)
+    os.close(writer)
+    try:
+        remains.note_processes(folder, me, _identity(init))
+        answer = json.loads(os.read(reader, 1 << 16) or b'{"error": "the hypervisor ended while it started"}')
+        if "port" in answer:
+            _write_state(settings, keys, init, answer["port"])
+        print(json.dumps(answer), flush=True)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # `up` reads to the end of our stdout
+        if "port" in answer:
+            _wait(init, settings)
+    finally:
+        os.kill(init, signal.SIGKILL)
+        os.waitpid(init, 0)
+        remains.clear(folder)
+    os._exit(0)
+
+
+def _identity(pid: int) -> ProcessId:
+    identity = ProcessId.of(pid)
+    if identity is None:
+        raise RuntimeError("the hypervisor ended while it started")
+    return identity
+
+
+def _write_state(settings: Settings, keys: "server.Keys", init: int, port: int) -> None:
+    me, child = _identity(os.getpid()), _identity(init)
+    keys.write_known_hosts(port)
+    containers: dict[int, state.ContainerState] = {
+        template.vmid: {
+            "hostname": template.hostname,
+            "unprivileged": template.unprivileged,
+            "status": "running" if template.running else "stopped",
+        }
+        for template in layout.CONTAINERS
+    }
+    state.write(
+        state.SandboxState(
+            name=settings.name,
+            pid=me.pid,
+            start=me.start,
+            init_pid=child.pid,
+            init_start=child.start,
+            boot_id=boot_id(),
+            host="127.0.0.1",
+            port=port,
+            user="root",
+            key=keys.client_key,
+            known_hosts=keys.known_hosts,
+            folder=Path(settings.folder),
+            python=settings.python,
+            containers=containers,
+        )
+    )
+
+
+def _wait(init: int, settings: Settings) -> None:
+    """Return when the init or the owner has ended, or a signal asks us to end."""
+    watches = [Watch(identity) for identity in [ProcessId.of(init)] if identity]
+    if settings.owner is not None:
+        watches.append(Watch(ProcessId(*settings.owner)))
+    poll = select.poll()
+    for watch in watches:
+        if watch.descriptor is not None:
+            poll.register(watch.descriptor, select.POLLIN)
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
+    signal.set_wakeup_fd(wake_writer)
+    for number in _ENDING:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    poll.register(wake_reader, select.POLLIN)
+    sightless = any(watch.descriptor is None for watch in watches)
+    while True:
+        events = poll.poll(OWNER_POLL_SECONDS * 1000 if sightless else None)
+        if any(descriptor == wake_reader for descriptor, _ in events) or any(watch.ended for watch in watches):
+            return

@@ -1,0 +1,47 @@
+"""What a sandbox leaves when its guard is killed, and its removal: processes that still live, a cgroup, its folder."""
+
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from dflash_ops.sandbox import cgroups
+from dflash_ops.sandbox.processes import ProcessId, boot_id
+
+PROCESSES = "processes"  # boot id, then the guard and the init, one a line
+CGROUP = "cgroup"
+
+
+def note_processes(folder: Path, *identities: ProcessId) -> None:
+    """Write down who runs the sandbox, from the first moment on: `up` may be killed before there is a state file."""
+    draft = folder / f"{PROCESSES}.new"
+    draft.write_text("".join(f"{line}\n" for line in (boot_id(), *identities)))
+    draft.replace(folder / PROCESSES)
+
+
+def end(folder: Path) -> bool:
+    """End the processes that the folder names: the guard by SIGTERM, so that it clears up, and what is left of them by
+    SIGKILL. False when one does not die."""
+    try:
+        boot, *rows = (folder / PROCESSES).read_text().split("\n")
+    except FileNotFoundError:
+        return True
+    identities = [identity for identity in map(ProcessId.parse, rows) if identity is not None]
+    if boot != boot_id() or not identities:
+        return True
+    guard, *others = identities
+    guard.signal(signal.SIGTERM)
+    guard.wait(10)
+    return all([identity.kill() for identity in (guard, *others)])
+
+
+def clear(folder: Path) -> None:
+    """Remove the cgroup and the folder of a sandbox whose processes are gone."""
+    marker = folder / CGROUP
+    path = marker.read_text() if marker.exists() else ""
+    for _ in range(100):
+        if not path or not Path(path).exists():
+            break
+        cgroups.remove(Path(path))
+        time.sleep(0.01)  # the kernel takes a moment to forget the dead
+    shutil.rmtree(folder, ignore_errors=True)

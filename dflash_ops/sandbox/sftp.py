@@ -1,0 +1,143 @@
+"""SFTP on the hypervisor's files, as OpenSSH's sftp-server answers it."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+# (paramiko carries no types.)
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import paramiko
+
+HOME = "/root"
+
+
+def _answering_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn an OSError into SFTP's code for it."""
+
+    @functools.wraps(method)
+    def wrapped(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except OSError as error:
+            return paramiko.SFTPServer.convert_errno(error.errno or 0)
+
+    return wrapped
+
+
+class _File(paramiko.SFTPHandle):
+    def __init__(self, descriptor: int, flags: int) -> None:
+        super().__init__(flags)
+        self.descriptor = descriptor
+        self.appending = bool(flags & os.O_APPEND)
+
+    @_answering_errors
+    def read(self, offset: int, length: int) -> bytes | int:
+        return os.pread(self.descriptor, length, offset) or paramiko.SFTP_EOF
+
+    @_answering_errors
+    def write(self, offset: int, data: bytes) -> int:
+        while data:
+            written = os.write(self.descriptor, data) if self.appending else os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def stat(self) -> paramiko.SFTPAttributes:
+        return paramiko.SFTPAttributes.from_stat(os.fstat(self.descriptor))
+
+    @_answering_errors
+    def chattr(self, attr: paramiko.SFTPAttributes) -> int:
+        return _set_attributes(self.descriptor, attr)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class HypervisorFiles(paramiko.SFTPServerInterface):
+    """Relative names start in root's home."""
+
+    @_answering_errors
+    def list_folder(self, path: str) -> list[paramiko.SFTPAttributes]:
+        with os.scandir(_at_home(path)) as entries:
+            return [
+                paramiko.SFTPAttributes.from_stat(entry.stat(follow_symlinks=False), entry.name) for entry in entries
+            ]
+
+    @_answering_errors
+    def stat(self, path: str) -> paramiko.SFTPAttributes:
+        return paramiko.SFTPAttributes.from_stat(os.stat(_at_home(path)))
+
+    @_answering_errors
+    def lstat(self, path: str) -> paramiko.SFTPAttributes:
+        return paramiko.SFTPAttributes.from_stat(os.lstat(_at_home(path)))
+
+    @_answering_errors
+    def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> _File:
+        mode = 0o666 if attr.st_mode is None else attr.st_mode & 0o7777
+        return _File(os.open(_at_home(path), flags | os.O_CLOEXEC, mode), flags)
+
+    @_answering_errors
+    def remove(self, path: str) -> int:
+        os.unlink(_at_home(path))
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def rename(self, oldpath: str, newpath: str) -> int:
+        # The plain rename never replaces; link and unlink keep that true when another takes the name meanwhile.
+        if os.path.isdir(_at_home(oldpath)):
+            if os.path.lexists(_at_home(newpath)):
+                return paramiko.SFTP_FAILURE
+            os.rename(_at_home(oldpath), _at_home(newpath))
+        else:
+            os.link(_at_home(oldpath), _at_home(newpath), follow_symlinks=False)
+            os.unlink(_at_home(oldpath))
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def posix_rename(self, oldpath: str, newpath: str) -> int:
+        os.rename(_at_home(oldpath), _at_home(newpath))
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def mkdir(self, path: str, attr: paramiko.SFTPAttributes) -> int:
+        os.mkdir(_at_home(path), 0o777 if attr.st_mode is None else attr.st_mode & 0o7777)
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def rmdir(self, path: str) -> int:
+        os.rmdir(_at_home(path))
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def chattr(self, path: str, attr: paramiko.SFTPAttributes) -> int:
+        return _set_attributes(_at_home(path), attr)
+
+    @_answering_errors
+    def symlink(self, target_path: str, path: str) -> int:
+        os.symlink(target_path, _at_home(path))
+        return paramiko.SFTP_OK
+
+    @_answering_errors
+    def readlink(self, path: str) -> str:
+        return os.readlink(_at_home(path))
+
+    def canonicalize(self, path: str) -> str:
+        return os.path.realpath(_at_home(path))
+
+
+def _at_home(path: str) -> str:
+    return os.path.join(HOME, path)
+
+
+def _set_attributes(where: str | int, attr: paramiko.SFTPAttributes) -> int:
+    if attr.st_size is not None:
+        os.truncate(where, attr.st_size)
+    if attr.st_mode is not None:
+        os.chmod(where, attr.st_mode & 0o7777)
+    if attr.st_uid is not None and attr.st_gid is not None:
+        os.chown(where, attr.st_uid, attr.st_gid)
+    if attr.st_atime is not None and attr.st_mtime is not None:
+        os.utime(where, (attr.st_atime, attr.st_mtime))
+    return paramiko.SFTP_OK
