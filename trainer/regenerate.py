@@ -68,11 +68,20 @@ def plain_text(tokenizer: Any, tokens: Sequence[int]) -> str | None:
     return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
 
 
-def sample_prompts(target: TargetModel, count: int, seed: int, slots: int, counts: Counts) -> list[str]:
+def sample_prompts(
+    target: TargetModel,
+    count: int,
+    counts: Counts,
+    *,
+    seed: int,
+    slots: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """Up to `count` different prompts, sampled from the target's user turn."""
     header = user_header(target.tokenizer)
     choose = top_p(TOP_P, torch.Generator(target.device).manual_seed(seed))
-    found = generate(target, [header] * count, PROMPT_TOKENS, target.end_tokens(), slots=slots, choose=choose)
+    ends = target.end_tokens()
+    found = generate(target, [header] * count, PROMPT_TOKENS, ends, slots=slots, choose=choose, stop=stop)
     texts: dict[str, None] = {}  # a set that keeps its order
     for sample in in_order(found):
         counts.sampled += 1
@@ -167,7 +176,9 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--heldout", nargs=2, metavar=("K", "FILE"), help="the first K rows go there instead")
     parser.add_argument("--excerpt", nargs=2, metavar=("K", "FILE"), help="K short rows of --out are copied there")
     parser.add_argument("--excerpt-bytes", type=int, default=1500, help="the longest of them (%(default)s)")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="begin no answer after S seconds of answering")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="begin no prompt after S/3 seconds, no answer after S"
+    )
     parser.add_argument("--batch", type=int, default=768, help="sequences at a time (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
@@ -189,12 +200,15 @@ def main(words: list[str]) -> int:
     target = load_target(options.target, options.device, getattr(torch, options.dtype))
     counts = Counts()
     begin = time.perf_counter()
-    prompts = sample_prompts(target, options.self_prompts, options.seed, options.batch, counts)
+
+    def late(share: float) -> bool:
+        return options.time_limit is not None and time.perf_counter() - begin > share * options.time_limit
+
+    prompts = sample_prompts(
+        target, options.self_prompts, counts, seed=options.seed, slots=options.batch, stop=lambda: late(1 / 3)
+    )
     sampled = time.perf_counter()
     print(f"{counts.prompts} prompts of {counts.sampled} samples in {sampled - begin:.1f} s", flush=True)
-
-    def late() -> bool:
-        return options.time_limit is not None and time.perf_counter() - sampled > options.time_limit
 
     with ExitStack() as files:
         out = files.enter_context(_create(options.out))
@@ -202,7 +216,7 @@ def main(words: list[str]) -> int:
         sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
         for row in answer(
             target, prompts, counts, seed=options.seed, limit=options.max_new_tokens, least=options.min_new_tokens,
-            slots=options.batch, stop=late,
+            slots=options.batch, stop=lambda: late(1),
         ):  # fmt: skip
             sorter.write(row)
     seconds = time.perf_counter() - sampled

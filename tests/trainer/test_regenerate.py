@@ -1,0 +1,148 @@
+"""Conversations made by the target: many at a time as one by one, by seed, and only those fit to learn from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_targets import tiny_target
+
+from trainer.data import read_documents
+from trainer.generate import Generated, generate, top_p
+from trainer.regenerate import Counts, answer, in_order, main, plain_text, sample_prompts, user_header
+from trainer.speculate import decode_plain
+from trainer.target import TargetError, TargetModel
+
+
+def talkative(seed: int = 0) -> TargetModel:
+    """A tiny target whose turns end, at random's whim: every sixth token is an end token for it."""
+    target = tiny_target(seed=seed)
+    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 6)]
+    return target
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    target, folder = talkative(), tmp_path / "target"
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("slots", [1, 5, 40])
+def test_many_at_a_time_as_one_by_one(slots: int) -> None:
+    target = talkative()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        torch.randint(4, target.config.vocab_size, (size,), generator=generator).tolist()
+        for size in torch.randint(1, 90, (12,), generator=generator).tolist()
+    ]
+    ends, limit = target.end_tokens(), 14
+    found = list(in_order(generate(target, prompts, limit, ends, slots=slots)))
+    assert [one.index for one in found] == list(range(12))
+    for prompt, one in zip(prompts, found, strict=True):
+        alone = decode_plain(target, prompt, limit, ends)
+        ended = alone.tokens[-1] in ends
+        assert one == Generated(one.index, alone.tokens[:-1] if ended else alone.tokens, ended)
+    assert {one.ended for one in found} == {True, False}
+
+
+def test_stopping_ends_what_is_under_way_and_begins_nothing() -> None:
+    target = talkative()
+    asked: list[None] = []
+
+    def stop() -> bool:
+        asked.append(None)
+        return len(asked) > 1
+
+    found = list(generate(target, [[5]] * 20, 9, frozenset(), slots=4, stop=stop))
+    assert sorted(one.index for one in found) == [0, 1, 2, 3]
+    assert all(len(one.tokens) == 9 for one in found)
+
+
+def test_top_p_leaves_the_tail_out() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
+    shares = top_p(0.8, torch.Generator().manual_seed(0))(logits).bincount(minlength=4) / 4000
+    assert shares[2] == shares[3] == 0  # 0.5 and 0.3 reach 0.8
+    torch.testing.assert_close(shares[:2], torch.tensor([0.625, 0.375]), rtol=0, atol=0.03)
+
+
+@given(st.permutations(range(6)))
+def test_in_order_sorts_and_keeps_all(indices: list[int]) -> None:
+    found = list(in_order(Generated(index, [], True) for index in indices))
+    assert [one.index for one in found] == list(range(6))
+
+
+def test_the_header_is_what_the_template_writes_before_the_user_s_words() -> None:
+    tokenizer = tiny_target().tokenizer
+    assert tokenizer.decode(user_header(tokenizer)) == "<|im_start|>user\n"
+    tokenizer.chat_template = "{{ messages[0]['content'] | upper | replace('\u241a', '') }}"
+    with pytest.raises(TargetError, match="does not write the user's words"):
+        user_header(tokenizer)
+
+
+def test_text_with_special_tokens_or_other_tokens_is_refused() -> None:
+    tokenizer = tiny_target().tokenizer
+    tokens = tokenizer.encode("a word\n")
+    assert plain_text(tokenizer, tokens) == "a word\n"
+    assert plain_text(tokenizer, [*tokens, 3]) is None  # <reserved>
+    unused = len(tokenizer) + 1
+    assert plain_text(tokenizer, [*tokens, unused]) is None  # a row of the embedding without a token
+
+
+def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path) -> None:
+    target = talkative()
+    prompts = sample_prompts(target, 40, Counts(), seed=1, slots=8)
+    assert len(set(prompts)) == len(prompts) > 5
+    counts = Counts()
+    rows = list(answer(target, prompts, counts, seed=1, limit=20, least=2, slots=8))
+    assert 0 < len(rows) == counts.rows <= counts.answered == len(prompts)
+    for row in rows:
+        question, said = row["messages"]
+        prompt = target.tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+        alone = decode_plain(target, prompt, 20)
+        assert alone.tokens[-1] in target.end_tokens()
+        assert target.tokenizer.decode(alone.tokens[:-1]) == said["content"]
+        assert question["content"] in prompts and len(said["content"]) >= 2
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = read_documents(file, target.tokenizer, row_tokens=256)  # what training makes of them
+    assert len(read.documents) == len(rows)
+
+
+def run(saved: Path, out: Path, seed: int = 3, *more: str) -> list[dict[str, Any]]:
+    words = ["--target", str(saved), "--self-prompts", "60", "--seed", str(seed), "--out", str(out)]
+    assert main([*words, "--max-new-tokens", "20", "--min-new-tokens", "1", "--batch", "8", *more]) == 0
+    return rows_of(out)
+
+
+def test_the_seed_decides(saved: Path, tmp_path: Path) -> None:
+    first = run(saved, tmp_path / "a.jsonl")
+    assert len(first) > 5
+    assert run(saved, tmp_path / "b.jsonl") == first
+    assert run(saved, tmp_path / "c.jsonl", 4) != first
+
+
+def test_held_out_rows_are_not_learned_from_and_excerpts_are(saved: Path, tmp_path: Path) -> None:
+    everything = run(saved, tmp_path / "all.jsonl")
+    held, excerpt = tmp_path / "held.jsonl", tmp_path / "excerpt.jsonl"
+    more = ["--heldout", "3", str(held), "--excerpt", "2", str(excerpt), "--excerpt-bytes", "150"]
+    rest = run(saved, tmp_path / "out.jsonl", 3, *more)
+    assert rows_of(held) + rest == everything
+    assert rows_of(held) == everything[:3]
+    assert rows_of(excerpt) == [row for row in rest if len(json.dumps(row)) < 150][:2]
+    origin = json.loads((tmp_path / "out.origin.json").read_text())
+    assert origin["seed"] == 3 and "--heldout" in origin["command"]
+    assert origin["counts"]["rows"] == len(everything)
+
+
+def test_when_the_time_is_up_nothing_is_begun(saved: Path, tmp_path: Path) -> None:
+    assert run(saved, tmp_path / "out.jsonl", 3, "--time-limit", "0") == []
+    assert json.loads((tmp_path / "out.origin.json").read_text())["counts"]["sampled"] == 0
