@@ -1,0 +1,128 @@
+"""What the tests share: one sandbox for the whole session, an inventory of it, and the command line run for real."""
+
+import os
+import random
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dflash_ops.command import Container, Host
+from dflash_ops.inventory import load
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the long counts whole, not a seeded tenth of them")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--soak"))
+
+
+@pytest.fixture
+def share(soak: bool, request: pytest.FixtureRequest) -> Callable[[list], list]:
+    """A tenth of the cases, the same ones each time; all of them with --soak."""
+
+    def pick(cases: list) -> list:
+        if soak:
+            return cases
+        return random.Random(request.node.name).sample(cases, max(1, len(cases) // 10))
+
+    return pick
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the person who runs the tests reaches them."""
+    for name in ("DFLASH_OPS_INVENTORY", "DFLASH_OPS_SANDBOX", "DFLASH_OPS_TARGET", "SSH_AUTH_SOCK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Generator[SandboxState, None, None]:
+    """A sandbox of this session's own; it ends with this process, however that ends."""
+    if os.geteuid() != 0:
+        pytest.skip("the sandbox needs root")
+    from dflash_ops.sandbox import down, up
+
+    name = f"test-{os.getpid()}"
+    state = up(name=name, owner=os.getpid())
+    yield state
+    down(name)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A container's own place for one test: an inventory file whose default it is."""
+
+    inventory: Path
+    sandbox: SandboxState
+
+    @property
+    def container(self) -> Container:
+        return load(self.inventory).container()
+
+    @property
+    def host(self) -> Host:
+        return self.container.host
+
+
+def write_inventory(folder: Path, sandbox: str, *, vmid: int = 200, python: str = "sandbox", more: str = "") -> Path:
+    """An inventory whose default container has a folder of its own, so that tests do not meet."""
+    file = folder / "dflash-ops.toml"
+    file.write_text(
+        f'default = "trainer"\n[hosts.box]\nsandbox = "{sandbox}"\n'
+        f'[containers.trainer]\nhost = "box"\nvmid = {vmid}\npython = "{python}"\n'
+        f'path = "/opt/test-{secrets.token_hex(4)}"\n{more}'
+    )
+    return file
+
+
+@pytest.fixture
+def box(sandbox: SandboxState, tmp_path: Path) -> Box:
+    """Container 200 of the session's sandbox, with an empty folder."""
+    return Box(write_inventory(tmp_path, sandbox.name), sandbox)
+
+
+@pytest.fixture
+def shell() -> Iterator[Shell]:
+    with Shell() as shell:
+        yield shell
+
+
+@dataclass(frozen=True)
+class Cli:
+    """dflash-ops, run as a process of its own, with the box's inventory."""
+
+    inventory: Path
+
+    def __call__(
+        self, *words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            self.words(*words), input=stdin, capture_output=True, cwd=cwd, env=self.environment(), timeout=timeout
+        )
+
+    def start(self, *words: str | bytes, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self.words(*words), stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd, env=self.environment()
+        )
+
+    def words(self, *words: str | bytes) -> list[str | bytes]:
+        return [sys.executable, "-W", "error", "-m", "dflash_ops", *words]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "DFLASH_OPS_INVENTORY": str(self.inventory)}
+
+
+@pytest.fixture
+def cli(box: Box) -> Cli:
+    return Cli(box.inventory)

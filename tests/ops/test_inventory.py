@@ -1,0 +1,149 @@
+"""The inventory: what it may say, how it is found, and what is said of a wrong one."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_ops.errors import ConfigError, NotFoundError
+from dflash_ops.inventory import Inventory, find, load, parse
+
+FILE = Path("/somewhere/dflash-ops.toml")
+LAB = '[hosts.lab]\naddress = "lab.example"\n'
+WHOLE = """
+default = "trainer"
+source = "../code"
+[hosts.lab]
+address = "lab.example"
+port = 2222
+user = "root"
+key = "keys/id"
+known_hosts = "/etc/known"
+[containers.trainer]
+host = "lab"
+vmid = 200
+path = "/opt/it"
+python = "/opt/venv/bin/python"
+gpus = [2, 3]
+via = "pct"
+[containers.other]
+host = "lab"
+vmid = 201
+"""
+
+
+def read(text: str) -> Inventory:
+    return parse(text, FILE)
+
+
+def test_everything_it_may_say_arrives_in_the_container() -> None:
+    inventory = read(WHOLE)
+    container = inventory.container()
+    assert (container.vmid, container.path, container.python) == (200, "/opt/it", "/opt/venv/bin/python")
+    assert (container.gpus, container.via) == ((2, 3), "pct")
+    host = container.host
+    assert (host.name, host.address, host.port, host.user) == ("lab", "lab.example", 2222, "root")
+    assert (host.key, host.known_hosts) == (Path("/somewhere/keys/id"), Path("/etc/known"))
+    assert inventory.source == Path("/somewhere/../code")
+    other = inventory.container("other")
+    assert (other.vmid, other.path, other.python, other.gpus, other.via) == (
+        201,
+        "/opt/dflash",
+        "python3",
+        (),
+        "lxc-attach",
+    )
+
+
+def test_the_only_container_needs_no_default() -> None:
+    assert read(LAB + '[containers.one]\nhost = "lab"\nvmid = 200\n').container().vmid == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a = 1\nb = \n", ["not TOML", "line 2"]),
+        ('defalt = "x"', ["defalt", "allowed: containers, default, hosts, source", "nearest: default"]),
+        ('[hosts.lab]\nadress = "x"', ["hosts.lab.adress", "allowed: address, key, known_hosts", "nearest: address"]),
+        (LAB + 'port = "22"', ["hosts.lab.port", "integer", "'22'"]),
+        (LAB + "port = 70000", ["hosts.lab.port", "65535"]),
+        ("[hosts.lab]\n", ["hosts.lab", "needs `address`, or `sandbox`"]),
+        ('[hosts.lab]\nsandbox = "default"\nport = 22', ["hosts.lab", "remove: port"]),
+        ('[hosts.lab]\naddress = "me@lab"', ["hosts.lab.address", "'me@lab'"]),
+        (LAB + '[containers.c]\nhost = "lob"\nvmid = 200', ["containers.c.host", "hosts: lab", "nearest: lab"]),
+        (LAB + '[containers.c]\nhost = "lab"\nvmid = 20', ["containers.c.vmid", "100"]),
+        (LAB + '[containers.c]\nhost = "lab"', ["containers.c.vmid", "is missing"]),
+        (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\nvia = "scp"', ["containers.c.via", "'lxc-attach' or 'pct'"]),
+        (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\npath = "opt"', ["containers.c.path", "'opt'"]),
+        (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\ngpus = [0, 0]', ["containers.c.gpus", "twice"]),
+        (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\ngpu = [0]', ["containers.c.gpu", "nearest: gpus"]),
+        (LAB + 'default = "c"', ["hosts.lab.default", "no such key"]),
+        ('default = "d"\n' + LAB + '[containers.c]\nhost = "lab"\nvmid = 200', ["default", "containers: c"]),
+        ("hosts = 3", ["hosts", "not 3"]),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(text: str, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    line = caught.value.line()
+    assert str(FILE) in line and "\n" not in line
+    assert [part for part in says if part not in line] == []
+
+
+def test_an_unknown_container_is_told_with_the_nearest_one() -> None:
+    with pytest.raises(NotFoundError, match="it has: trainer, other; nearest: trainer"):
+        read(WHOLE).container("traner")
+    with pytest.raises(ConfigError, match="these containers: a, b"):
+        read(LAB + '[containers.a]\nhost = "lab"\nvmid = 200\n[containers.b]\nhost = "lab"\nvmid = 201').container()
+
+
+def test_it_is_found_upwards_and_never_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / "a" / "b"
+    (tmp_path / "inventory").mkdir()
+    (deep / "inventory").mkdir(parents=True)
+    sandbox, default = tmp_path / "inventory" / "sandbox.toml", tmp_path / "inventory" / "default.toml"
+    named, nearer = tmp_path / "named.toml", tmp_path / "a" / "dflash-ops.toml"
+    sandbox.touch()
+    assert find(start=deep) == sandbox  # the empty inventory/ below is none
+    default.touch()
+    assert find(start=deep) == default
+    nearer.touch()
+    assert find(start=deep) == nearer
+    named.touch()
+    monkeypatch.setenv("DFLASH_OPS_INVENTORY", str(named))
+    assert find(start=deep) == named
+    assert find(tmp_path / "inventory", start=deep) == default
+    with pytest.raises(ConfigError, match="--inventory names it"):
+        find(tmp_path / "nowhere.toml")
+    monkeypatch.setenv("DFLASH_OPS_INVENTORY", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="DFLASH_OPS_INVENTORY names it"):
+        find(start=deep)
+
+
+def test_none_at_all_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no inventory .*Next: write a dflash-ops\.toml"):
+        find(start=tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "dflash-ops.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="can't be read"):
+        load(file)
+
+
+def test_the_files_of_this_repository_are_good() -> None:
+    folder = Path(__file__).parents[2] / "inventory"
+    for file in (folder / "sandbox.toml", folder / "lab.toml.example"):
+        assert parse(file.read_text(), file).tables.default == "trainer"
+
+
+def test_only_a_sandbox_has_a_sandbox_python() -> None:
+    with pytest.raises(ConfigError, match=r"containers\.c\.python.*needs a sandbox host"):
+        read(LAB + '[containers.c]\nhost = "lab"\nvmid = 200\npython = "sandbox"').container()
+
+
+def test_a_sandbox_that_is_not_up_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    text = '[hosts.toy]\nsandbox = "nope"\n[containers.c]\nhost = "toy"\nvmid = 200'
+    with pytest.raises(NotFoundError, match="dflash-ops sandbox up"):
+        read(text).container()

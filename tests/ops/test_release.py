@@ -1,0 +1,192 @@
+"""What goes in a release, what names it, and the archive that carries it."""
+
+import os
+import subprocess
+import tarfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ops import source as sources
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.release import FileEntry, Manifest, Release, check_link, printable, select
+from dflash_ops.remote.releases import MANIFEST, is_inside
+from dflash_ops.shell import Shell
+from dflash_ops.source import Source
+
+WHEN = datetime(2026, 11, 29, 16, 4, 5, tzinfo=UTC)
+FILE = FileEntry("trainer/a.py", 0o644, 3, "ab" * 32)
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main")
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+def names(shell: Shell, source: Source) -> list[str]:
+    return [file.path for file in sources.read(shell, source)[1].files]
+
+
+def tree(folder: Path, *files: str) -> Path:
+    for name in files:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(name)
+    return folder
+
+
+def test_an_id_is_time_commit_and_content() -> None:
+    digest = Manifest((FILE,)).digest[:8]
+    assert Release(WHEN, "c0ffee1" + "0" * 33, Manifest((FILE,))).id == f"20261129-160405-c0ffee1-{digest}"
+    assert Release(WHEN, None, Manifest((FILE,))).id == f"20261129-160405-nogit-{digest}"
+    other = Manifest((FileEntry("trainer/a.py", 0o755, 3, "ab" * 32),))
+    assert other.digest != Manifest((FILE,)).digest
+
+
+def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
+    found = [
+        "a.py",
+        "data/x.bin",
+        "data/keep.txt",
+        "b/__pycache__/a.pyc",
+        ".git/config",
+        "sub/.git",
+        MANIFEST,
+        "b/x.pyc",
+    ]
+    assert select(found) == ["a.py", "data/keep.txt", "data/x.bin", "sub/.git"]
+    assert select(found, ["data/*", "!data/keep.txt", "# a remark", ""]) == ["a.py", "data/keep.txt", "sub/.git"]
+
+
+@given(st.lists(st.text(alphabet="ab./\\\udcff\n é", min_size=1, max_size=12)))
+def test_selection_is_sorted_by_bytes_and_without_doubles(found: list[str]) -> None:
+    chosen = select(found)
+    assert chosen == sorted(set(chosen), key=os.fsencode)
+    assert set(chosen) <= set(found)
+
+
+def test_in_git_what_git_knows_and_what_it_would_add(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "src/kept.py", "src/deleted.py", "src/untracked.py", "src/ignored.log", "outside.py", "src/no.bin")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    git(tmp_path, "init")
+    git(tmp_path, "add", "src/kept.py", "src/deleted.py")
+    git(tmp_path, "commit", "-m", "x")
+    (tmp_path / "src" / "deleted.py").unlink()
+    (tmp_path / "src" / ".dflashignore").write_text("*.bin\n")
+    commit, manifest = sources.read(shell, Source(tmp_path / "src"))
+    assert [file.path for file in manifest.files] == [".dflashignore", "kept.py", "untracked.py"]
+    assert commit is not None and len(commit) == 40
+
+
+def test_a_repository_without_a_commit_has_none(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "a.py")
+    git(tmp_path, "init")
+    assert sources.read(shell, Source(tmp_path))[0] is None
+
+
+def test_outside_git_every_file(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "a.py", "b/c.py", "b/__pycache__/c.pyc", ".hidden")
+    assert names(shell, Source(tmp_path)) == [".hidden", "a.py", "b/c.py"]
+    assert names(shell, Source(tmp_path, only="b", uses_git=False)) == ["b/c.py"]
+
+
+def test_names_of_any_bytes(tmp_path: Path, shell: Shell) -> None:
+    odd = [b"\xff\xfe", b"two\nlines", "é".encode(), b"-rf", b"'\"$(x)", b" "]
+    for name in odd:
+        (tmp_path / os.fsdecode(name)).write_bytes(name)
+    assert [os.fsencode(name) for name in names(shell, Source(tmp_path))] == sorted(odd)
+    git(tmp_path, "init")
+    assert [os.fsencode(name) for name in names(shell, Source(tmp_path))] == sorted(odd)
+
+
+def test_modes_and_links_are_kept(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "run.sh", "b/file")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "b" / "link").symlink_to("../run.sh")
+    (tmp_path / "folder").symlink_to("b")
+    files = {file.path: file for file in sources.read(shell, Source(tmp_path))[1].files}
+    assert files["run.sh"].mode == 0o755
+    assert (files["b/link"].link, files["folder"].link) == ("../run.sh", "b")
+
+
+@pytest.mark.parametrize("text", ["/etc/passwd", "..", "../x", "b/../../x"])
+def test_a_link_that_leaves_the_source_is_refused(text: str) -> None:
+    check_link("a/b", "../c")
+    with pytest.raises(PreflightError, match="leads out of the source"):
+        check_link("a", text)
+
+
+def test_what_is_neither_file_nor_link_is_refused(tmp_path: Path, shell: Shell) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PreflightError, match=r"pipe.*neither a file nor a link.*\.dflashignore"):
+        sources.read(shell, Source(tmp_path))
+    (tmp_path / "pipe").unlink()
+    tree(tmp_path, "inner/a")
+    git(tmp_path / "inner", "init")
+    git(tmp_path, "init")
+    with pytest.raises(PreflightError, match="repository inside"):
+        sources.read(shell, Source(tmp_path))
+
+
+def test_an_empty_source_is_refused_with_its_reason(tmp_path: Path, shell: Shell) -> None:
+    with pytest.raises(PreflightError, match="no file found"):
+        sources.read(shell, Source(tmp_path))
+    tree(tmp_path, "a.pyc")
+    with pytest.raises(PreflightError, match="1 files found, all of them ignored"):
+        sources.read(shell, Source(tmp_path))
+    git(tmp_path, "init")
+    (tmp_path / ".gitignore").write_text("*\n")
+    with pytest.raises(PreflightError, match="git knows no file"):
+        sources.read(shell, Source(tmp_path))
+
+
+def test_which_folder(tmp_path: Path) -> None:
+    here = tree(tmp_path / "here", "x.py")
+    other = tree(tmp_path / "other", "y.py")
+    assert sources.choose(other, here, here=here) == Source(other)
+    assert sources.choose(None, other, here=here) == Source(other)
+    packaged = sources.choose(None, None, here=here)
+    assert (packaged.only, packaged.uses_git) == ("trainer", False)
+    assert (packaged.root / "trainer" / "__init__.py").is_file()
+    tree(here, "trainer/a.py")
+    assert sources.choose(None, None, here=here) == Source(here)
+    with pytest.raises(NotFoundError, match="SOURCE names it"):
+        sources.choose(tmp_path / "gone", None, here=here)
+
+
+def archive_of(shell: Shell, folder: Path, file: Path) -> tuple[Release, sources.Archive]:
+    commit, manifest = sources.read(shell, Source(folder))
+    release = Release(WHEN, commit, manifest)
+    return release, sources.write_archive(release, folder, file)
+
+
+def test_the_archive_holds_the_manifest_first_and_then_every_file(tmp_path: Path, shell: Shell) -> None:
+    folder = tree(tmp_path / "in", "a.py", "x" * 200 + "/" + "y" * 200)
+    (folder / "link").symlink_to("a.py")
+    _, archive = archive_of(shell, folder, tmp_path / "release.tar")
+    with tarfile.open(archive.file) as members:
+        assert members.getnames() == [MANIFEST, "a.py", "link", "x" * 200 + "/" + "y" * 200]
+    assert archive.size == archive.file.stat().st_size
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "other"])
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, shell: Shell, change: str) -> None:
+    folder = tree(tmp_path / "in", "a.py")
+    _, manifest = sources.read(shell, Source(folder))
+    (folder / "a.py").write_text({"longer": "a.py+", "shorter": "a", "other": "b.py"}[change])
+    with pytest.raises(OpsError, match=r"a file changed while it was read \(a\.py\)"):
+        sources.write_archive(Release(WHEN, None, manifest), folder, tmp_path / "release.tar")
+
+
+@given(st.text(max_size=20))
+def test_names_are_shown_on_one_line_without_control_characters(name: str) -> None:
+    assert printable(name).isprintable()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a//b", "a/", "a/../b", "a\0b"])
+def test_names_that_are_not_inside(name: str) -> None:
+    assert is_inside("a/b.c") and is_inside("..a")
+    assert not is_inside(name)
