@@ -7,16 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import render
+from dflash_ops import cli_train, render
+from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
-
-if TYPE_CHECKING:
-    from dflash_ops.command import Container
-    from dflash_ops.inventory import Inventory
 
 app = typer.Typer(
     name="dflash-ops",
@@ -26,18 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
-
-Target = Annotated[
-    str | None,
-    typer.Option(
-        "-t", "--target", metavar="NAME", envvar="DFLASH_OPS_TARGET", help="The inventory's container to use."
-    ),
-]
-InventoryFile = Annotated[
-    Path | None,
-    typer.Option("--inventory", metavar="FILE", help="The inventory, instead of the nearest one upwards."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+app.add_typer(cli_train.app, name="train")
+app.command("gpu-status")(cli_train.gpu_status)
 
 
 @app.callback()
@@ -192,17 +179,6 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
 
 
 # -- shared by all verbs
-
-
-def load_inventory(explicit: Path | None) -> "Inventory":
-    from dflash_ops.inventory import load
-
-    return load(explicit)
-
-
-def find_container(explicit: Path | None, target: str | None) -> "Container":
-    """The container that -t names in the inventory, or its default."""
-    return load_inventory(explicit).container(target)
 
 
 def on_step(context: typer.Context) -> Callable[[str], None]:

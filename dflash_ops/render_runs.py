@@ -1,146 +1,158 @@
-"""Runs and GPUs as rich tables. Values come from runs.py and gpus.py; nothing is asked here."""
+"""Runs and GPUs for people. Values come from runs.py and gpus.py; nothing is asked here."""
 
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from rich.table import Table
-from rich.text import Text
-
+from dflash_ops import render
 from dflash_ops.gpus import Gpu, GpuProcess, GpuStatus
-from dflash_ops.runs import Run, RunState
+from dflash_ops.runs import Run, RunState, Started, Stopped
 
-_STYLES = {
-    RunState.STARTING: "cyan",
-    RunState.RUNNING: "green",
-    RunState.FINISHED: "bold",
-    RunState.STOPPED: "yellow",
-    RunState.FAILED: "red",
-    RunState.LOST: "red",
-}
 # What a terminal may get of a log: text, line ends, tabs and colours.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|(\x1b\[[0-?]*[ -/]*[@-~]?|\x1b|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f])")
 
 
-def runs_table(runs: Sequence[Run], now: datetime | None = None) -> Table:
+def show_runs(runs: Sequence[Run]) -> None:
     """One line a run, the newest last."""
     columns = ("RUN", "STATE", "STEP", "LOSS", "ACCEPT", "CHECKPOINT", "CODE", "GPUS", "BEGAN", "RELEASE")
-    table = _table(columns, right=("STEP", "LOSS", "ACCEPT", "CODE"))
-    for run in runs:
-        status = run.status
-        table.add_row(
+    rows = [
+        (
             run.id,
-            Text(run.state, style=_STYLES[run.state]),
-            f"{status.step}/{status.total_steps}" if status else "–",
-            figure(status.loss if status else None, 3),
-            figure(status.accept if status else None, 2),
-            run.checkpoints[-1] if run.checkpoints else "–",
-            "–" if run.code is None else str(run.code),
-            ",".join(map(str, run.gpus)) or "–",
-            _ago(run.created_at, now),
-            run.release or "–",
+            run.state.value,
+            run.status and f"{run.status.step}/{run.status.total_steps}",
+            figure(run.status and run.status.loss, 3),
+            figure(run.status and run.status.accept, 2),
+            run.checkpoints[-1] if run.checkpoints else None,
+            run.code,
+            ",".join(map(str, run.gpus)) or None,
+            ago(run.created_at),
+            run.release,
         )
-    return table
+        for run in runs
+    ]
+    render.table(columns, rows, right=("STEP", "LOSS", "ACCEPT", "CODE"))
 
 
-def run_lines(run: Run) -> list[str]:
-    """A run in words: the verdict, where it stands, what lives of it, the last lines of a failed one."""
-    lines = [run.verdict()]
+def show_started(started: Started) -> None:
+    for process in started.freed:
+        render.say(f"freed {process.pid} ({process.command[:80]}), left by an earlier run")
+    again = " (it had been started already)" if started.existing else ""
+    render.say(f"run {started.run.id} started{again}, release {started.run.release}")
+    if started.window:
+        render.say(f"  window: tmux -L dflash attach -t {started.window}, in the container")
+    if started.run.state.live:
+        render.say(f"  follow it: dflash-ops train logs -f {started.run.id}")
+    else:
+        show_run(started.run)
+
+
+def show_stopped(stopped: Stopped) -> None:
+    for process in stopped.killed:
+        render.say(f"killed {process.pid} ({process.command[:80]}): it had not ended in the grace")
+    lost = ", its supervisor had been lost" if stopped.was_lost else ""
+    render.say(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s{lost})")
+    if stopped.run.checkpoints:
+        render.say(f"  newest checkpoint {stopped.run.checkpoints[-1]}; go on: --resume {stopped.run.id}")
+
+
+def show_run(run: Run) -> None:
+    """The verdict, where the run stands, what lives of it, the last lines of a failed one."""
+    render.say(run.verdict())
     if run.status and run.status.loss is not None:
         accept = f", acceptance length {run.status.accept:.2f}" if run.status.accept is not None else ""
-        lines.append(f"  loss {run.status.loss:.4f}{accept}")
+        render.say(f"  loss {run.status.loss:.4f}{accept}")
     if run.checkpoints:
-        lines.append(f"  newest checkpoint {run.checkpoints[-1]}")
+        render.say(f"  newest checkpoint {run.checkpoints[-1]}")
     if run.status and run.status.error:
-        lines.append(f"  {run.status.error}")
+        render.say(f"  {run.status.error}")
     if run.processes and not run.state.live:
-        lines += [f"  still alive: {it.pid} ({it.command[:100]}), state {it.state}" for it in run.processes]
-        lines.append(f"  end them: dflash-ops train stop {run.id}")
+        for process in run.processes:
+            render.say(f"  still alive: {process.pid} ({process.command[:100]}), state {process.state}")
+        render.say(f"  end them: dflash-ops train stop {run.id}")
     if run.state is RunState.FAILED:
-        lines += [f"  | {line}" for line in run.last_lines[-10:]]
-    return lines
+        for line in run.last_lines[-10:]:
+            render.say(f"  | {line}")
 
 
-def gpus_table(status: GpuStatus) -> Table:
-    columns = ("GPU", "NAME", "LOAD", "MEMORY", "TEMP", "POWER", "IN CONTAINER")
-    table = _table(columns, right=("LOAD", "MEMORY", "TEMP", "POWER"))
-    for gpu in status.gpus:
-        table.add_row(
-            _index(gpu),
+def note_verdict(run: Run) -> None:
+    """How a followed run ended, on stderr: stdout is its log's."""
+    render.note(run.verdict())
+    if run.checkpoints and run.state in (RunState.STOPPED, RunState.FAILED, RunState.LOST):
+        render.note(f"  newest checkpoint {run.checkpoints[-1]}; go on: --resume {run.id}")
+
+
+def show_gpus(status: GpuStatus) -> None:
+    """The GPUs of a host, then who holds them; stale ones, and the dead that are still charged, are named so."""
+    columns = ("GPU", "NAME", "LOAD %", "MEMORY MiB", "OF MiB", "TEMP °C", "POWER W", "OF W", "IN CONTAINER")
+    rows = [
+        (
+            gpu.index,
             gpu.name,
-            f"{figure(gpu.load_percent)} %",
-            f"{figure(gpu.used_mib)} / {figure(gpu.total_mib)} MiB",
-            f"{figure(gpu.temperature_c)} °C",
-            f"{figure(gpu.power_w)} / {figure(gpu.power_limit_w)} W",
-            ", ".join(f"{vmid}: {index}" for vmid, index in sorted(gpu.in_container.items())) or "–",
+            figure(gpu.load_percent),
+            figure(gpu.used_mib),
+            figure(gpu.total_mib),
+            figure(gpu.temperature_c),
+            figure(gpu.power_w),
+            figure(gpu.power_limit_w),
+            ", ".join(f"{vmid}: {index}" for vmid, index in sorted(gpu.in_container.items())) or None,
         )
-    return table
-
-
-def processes_table(status: GpuStatus) -> Table:
-    """One line for each process on each GPU; stale ones, and the dead that are still charged, stand out."""
-    table = _table(("GPU", "PID", "INSIDE", "CONTAINER", "RUN", "KIND", "MEMORY", "AGE", "COMMAND"), right=("MEMORY",))
+        for gpu in status.gpus
+    ]
+    render.table(columns, rows, right=columns[2:8])
     by_uuid = {gpu.uuid: gpu for gpu in status.gpus}
-    for process in status.processes:
-        gpu = by_uuid.get(process.gpu_uuid)
-        table.add_row(
-            _index(gpu) if gpu else process.gpu_uuid,
-            str(process.pid),
-            "–" if process.container_pid is None else str(process.container_pid),
-            "–" if process.vmid is None else str(process.vmid),
-            process.run_id or "–",
-            Text(process.kind, style="bold red" if process.kind in ("stale", "dead") else ""),
-            f"{figure(process.used_mib)} MiB",
-            span(process.age_s),
-            _command(process),
-        )
-    return table
+    if status.processes:
+        columns = ("GPU", "PID", "CONTAINER", "PID THERE", "RUN", "KIND", "MEMORY MiB", "AGE", "COMMAND")
+        rows = [_process_row(process, by_uuid.get(process.gpu_uuid)) for process in status.processes]
+        render.table(columns, rows, right=("PID", "PID THERE", "MEMORY MiB", "AGE"))
+    else:
+        render.say("no process holds a GPU")
+    if any(process.stale for process in status.processes):
+        render.say("stale: of a run that is over; the next train start frees it, or: dflash-ops train stop RUN")
+    for problem in status.problems:
+        render.note(problem)
 
 
-def span(seconds: float | None) -> str:
+def _process_row(process: GpuProcess, gpu: Gpu | None) -> tuple[object, ...]:
+    command = process.command
+    if process.kind == "dead":
+        heirs = ", ".join(map(str, process.held_by))
+        command += f" is dead; {heirs} lives on and holds its memory" if heirs else " is dead; nobody we see holds it"
+    return (
+        gpu.index if gpu else process.gpu_uuid,
+        process.pid,
+        process.vmid,
+        process.container_pid,
+        process.run_id,
+        process.kind,
+        figure(process.used_mib),
+        span(process.age_s),
+        command[:120],
+    )
+
+
+def figure(value: float | None, digits: int = 0) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"
+
+
+def span(seconds: float | None) -> str | None:
     """A length of time in its two largest units."""
     if seconds is None:
-        return "–"
+        return None
     left = int(seconds)
     parts = ((left // 86400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "m"), (left % 60, "s"))
     first = next((index for index, (count, _) in enumerate(parts) if count), 3)
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
 
 
-def figure(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+def ago(moment: str | None, now: datetime | None = None) -> str | None:
+    """An RFC 3339 time as seen from now."""
+    try:
+        began = datetime.fromisoformat(moment or "")
+    except ValueError:
+        return None
+    return f"{span(((now or datetime.now(UTC)) - began).total_seconds())} ago"
 
 
 def printable(text: str) -> str:
     """A log's text for a terminal: control characters and escape sequences other than colours become "?"."""
     return _ESCAPES.sub(lambda match: "?" if match.group(1) else match.group(), text)
-
-
-def _table(columns: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis", justify="right" if column in right else "left")
-    return table
-
-
-def _command(process: GpuProcess) -> str:
-    if process.kind != "dead":
-        return process.command
-    heirs = ", ".join(map(str, process.held_by))
-    return f"{process.command} is dead; " + (
-        f"process {heirs} lives on and holds its memory" if heirs else "holder unseen"
-    )
-
-
-def _index(gpu: Gpu) -> str:
-    return "?" if gpu.index is None else str(gpu.index)
-
-
-def _ago(moment: str | None, now: datetime | None) -> str:
-    if moment is None:
-        return "–"
-    try:
-        began = datetime.fromisoformat(moment)
-    except ValueError:
-        return "–"
-    return f"{span(((now or datetime.now(UTC)) - began).total_seconds())} ago"

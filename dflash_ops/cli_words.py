@@ -1,0 +1,33 @@
+"""The options that most commands share, and what they stand for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dflash_ops.command import Container
+    from dflash_ops.inventory import Inventory
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "-t", "--target", metavar="NAME", envvar="DFLASH_OPS_TARGET", help="The inventory's container to use."
+    ),
+]
+InventoryFile = Annotated[
+    Path | None,
+    typer.Option("--inventory", metavar="FILE", help="The inventory, instead of the nearest one upwards."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def load_inventory(explicit: Path | None) -> "Inventory":
+    from dflash_ops.inventory import load
+
+    return load(explicit)
+
+
+def find_container(explicit: Path | None, target: str | None) -> "Container":
+    """The container that -t names in the inventory, or its default."""
+    return load_inventory(explicit).container(target)
