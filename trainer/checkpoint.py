@@ -5,7 +5,7 @@ A folder is written under a temporary name, every file synced, then renamed: a r
 checkpoints/step-00000100/
     config.json, model.safetensors   the drafter, loadable as it is
     optimizer.safetensors            AdamW's moments, named after their weights
-    state.json                       Progress, and the sha256 of the other files
+    state.json                       Progress, and the sha256 of the other files and of its own content
 
 There is no random generator to save: weights, order of the data and anchors are drawn from the seed, the epoch and the
 row's number alone.
@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class StateFile(BaseModel):
     schema_version: int = SCHEMA_VERSION
     progress: Progress
     files: dict[str, str]  # name -> sha256
+    own: str = ""  # sha256 of this content with `own` empty
+
+    def sealed(self) -> "StateFile":
+        content = self.model_copy(update={"own": ""}).model_dump_json().encode()
+        return self.model_copy(update={"own": hashlib.sha256(content).hexdigest()})
 
 
 class CheckpointError(ValueError):
@@ -123,7 +129,8 @@ def save_checkpoint(
     write_drafter_files(building, model, model.config, None)
     save_tensors(building / OPTIMIZER_FILE, optimizer_tensors(model, optimizer))
     files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
-    write_synced(building / STATE_FILE, StateFile(progress=progress, files=files).model_dump_json(indent=2).encode())
+    state = StateFile(progress=progress, files=files).sealed()
+    write_synced(building / STATE_FILE, state.model_dump_json(indent=2).encode())
     replace_folder(building, new)
     for old in checkpoint_folders(folder)[keep:]:
         shutil.rmtree(old)
@@ -156,12 +163,8 @@ def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.
 
 def difference(found: DraftConfig, wanted: DraftConfig) -> str:
     """Which sizes of two drafters differ, for an error."""
-    one, other = (
-        found.to_json() | found.to_json()["dflash_config"],
-        wanted.to_json() | wanted.to_json()["dflash_config"],
-    )
-    keys = [k for k in one if one[k] != other[k] and k not in ("dflash_config", "rope_parameters", "layer_types")]
-    return ", ".join(f"its {k} is {one[k]}, wanted {other[k]}" for k in keys)
+    pairs = [(f.name, getattr(found, f.name), getattr(wanted, f.name)) for f in fields(found)]
+    return ", ".join(f"its {name} is {one}, wanted {other}" for name, one, other in pairs if one != other)
 
 
 def optimizer_tensors(model: DraftModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -189,6 +192,8 @@ def damage(checkpoint: Path) -> str | None:
         return str(error).split("\n")[0]
     if state.schema_version > SCHEMA_VERSION:
         return f"schema_version {state.schema_version} is newer than this trainer"
+    if state.own != state.sealed().own:
+        wrong.append(STATE_FILE)
     return f"{wrong[0]} is not what was written" if wrong else None
 
 

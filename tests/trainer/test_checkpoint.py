@@ -1,0 +1,139 @@
+"""Checkpoints: whole or not there, exact, and older ones used when the newest is damaged."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_draft import CONFIG
+
+from trainer.checkpoint import (
+    CheckpointError,
+    Progress,
+    load_checkpoint,
+    load_drafter,
+    newest_good_checkpoint,
+    save_checkpoint,
+    save_drafter,
+)
+from trainer.draft import DraftModel
+from trainer.optim import make_optimizer
+
+
+def trained(steps: int, seed: int = 0) -> tuple[DraftModel, torch.optim.AdamW]:
+    """A drafter after some steps on random gradients."""
+    torch.manual_seed(seed)
+    model = DraftModel(CONFIG)
+    optimizer = make_optimizer(model, lr=1e-2, weight_decay=0.1)
+    for _ in range(steps):
+        learn(model, optimizer)
+    return model, optimizer
+
+
+def learn(model: DraftModel, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+
+
+def at(step: int) -> Progress:
+    return Progress(step=step, row=2 * step, data_digest="d", first_loss=5.0)
+
+
+def test_a_checkpoint_gives_back_everything_exactly(tmp_path: Path) -> None:
+    model, optimizer = trained(3)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(3), keep=2)
+    other, other_optimizer = trained(1, seed=1)
+    assert load_checkpoint(saved, other, other_optimizer) == at(3)
+    # The same from here on, moments and their step counts included.
+    for one, its in ((model, optimizer), (other, other_optimizer)):
+        torch.manual_seed(7)
+        learn(one, its)
+    for name, tensor in model.state_dict().items():
+        assert (other.state_dict()[name] == tensor).all(), name
+
+
+def test_a_checkpoint_before_the_first_step_gives_a_fresh_optimiser(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(0), keep=2)
+    other, other_optimizer = trained(0, seed=1)
+    load_checkpoint(saved, other, other_optimizer)
+    assert not other_optimizer.state
+    assert all((other.state_dict()[name] == tensor).all() for name, tensor in model.state_dict().items())
+
+
+def test_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    (tmp_path / ".step-00000009.tmp").mkdir()
+    for step in (5, 10, 100000000, 15):
+        save_checkpoint(tmp_path, model, optimizer, at(step), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000015", "step-100000000"]
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json", "state.json"])
+@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
+    name: str, harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    model, optimizer = trained(1)
+    older = save_checkpoint(tmp_path, model, optimizer, at(5), keep=2)
+    newest = save_checkpoint(tmp_path, model, optimizer, at(10), keep=2)
+    said: list[str] = []
+    assert newest_good_checkpoint(tmp_path, said.append) == newest and said == []
+    harm(newest / name)
+    assert newest_good_checkpoint(tmp_path, said.append) == older
+    (line,) = said
+    assert line.startswith("checkpoint step-00000010 is damaged (") and line.endswith("): trying an older one")
+
+
+def test_a_changed_step_is_damage(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    state = save_checkpoint(tmp_path, model, optimizer, at(5), keep=2) / "state.json"
+    state.write_text(state.read_text().replace('"row": 10', '"row": 12'))
+    said: list[str] = []
+    assert newest_good_checkpoint(tmp_path, said.append) is None
+    assert "state.json is not what was written" in said[0]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert newest_good_checkpoint(tmp_path / "none", print) is None
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(1), keep=1)
+    other = DraftModel(replace(CONFIG, num_layers=3, mask_token_id=5))
+    with pytest.raises(CheckpointError, match="its num_layers is 2, wanted 3, its mask_token_id is 127, wanted 5"):
+        load_checkpoint(saved, other, make_optimizer(other, lr=1.0, weight_decay=0))
+
+
+def test_a_drafter_with_wrong_tensors_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    save_drafter(folder, DraftModel(CONFIG), CONFIG)
+    good = load_file(folder / "model.safetensors")
+    changes = {
+        "norm.weight is missing": {k: v for k, v in good.items() if k != "norm.weight"},
+        "lm_head.weight is unknown": {**good, "lm_head.weight": torch.zeros(1)},
+        r"fc.weight has shape \[32, 32\], expected \[32, 64\]": {**good, "fc.weight": torch.zeros(32, 32)},
+    }
+    for message, tensors in changes.items():
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(folder, "cpu", torch.float32)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no drafter in"):
+        load_drafter(folder, "cpu", torch.float32)
+    with pytest.raises(CheckpointError, match="no drafter in"):
+        load_drafter(tmp_path / "none", "cpu", torch.float32)

@@ -1,0 +1,97 @@
+"""Configs, good and bad: every mistake names the file, the key and what to write instead."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.config import ConfigFault, TrainConfig, default_gamma, known_keys, load
+
+GOOD = b"""
+[target]
+path = "model"
+[data]
+train = "train.jsonl"
+[train]
+steps = 100
+"""
+
+
+def test_a_small_file_is_enough_and_the_defaults_are_the_published_recipe() -> None:
+    config = load(GOOD)
+    assert (config.draft.layers, config.draft.block, config.train.lr, config.train.warmup_ratio) == (5, 16, 6e-4, 0.04)
+    assert [default_gamma(block) for block in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_sets_override_the_file_with_the_types_of_toml() -> None:
+    config = load(GOOD, ["train.steps=7", "train.lr=1e-3", "data.heldout=held.jsonl", "draft.target_layer_ids=[1, 4]"])
+    assert (config.train.steps, config.train.lr) == (7, 1e-3)
+    assert (config.data.heldout, config.draft.target_layer_ids) == ("held.jsonl", (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "nearest"),
+    [
+        (["train.step=3"], "train.step", "train.steps"),
+        (["train.block=3"], "train.block", "draft.block"),
+        (["steps=3"], "steps", "train.steps"),
+        (["trian.steps=3"], "trian", "train"),
+        (["draft.layer=3"], "draft.layer", "draft.layers"),
+        (["train.zzzz=3"], "train.zzzz", None),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], key: str, nearest: str | None) -> None:
+    with pytest.raises(ConfigFault) as caught:
+        load(GOOD, sets, file="my.toml")
+    assert (caught.value.file, caught.value.key, caught.value.nearest) == ("my.toml", key, nearest)
+    assert str(caught.value).startswith(f"my.toml: {key}: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.steps=many"], "train.steps: should be a valid integer, got 'many'"),
+        (["train.steps=0"], "train.steps: should be greater than or equal to 1, got 0"),
+        (["train.steps=1.5"], "train.steps: "),
+        (["train.lr=true"], "train.lr: "),
+        (["train.loss=kl"], "train.loss: should be 'exp-decay' or 'd-pace', got 'kl'"),
+        (["train.device=gpu"], "train.device: 'gpu' is not one of auto, cpu, cuda, cuda:N"),
+        (["draft.target_layer_ids=[1, true]"], "draft.target_layer_ids.1: "),
+        (["train.rows_per_step=8", "train.micro_rows=3"], "train: micro_rows 3 does not divide rows_per_step 8"),
+        (["schema_version=2"], "schema_version: 2 is newer than this trainer, which knows 1"),
+        (["target=3"], "target: "),
+        (["target.path.x=3"], "target.path.x: path is a value, not a section"),
+        (["train.steps"], 'train.steps: expected key=value, as in "train.steps=200"'),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(sets: list[str], message: str) -> None:
+    with pytest.raises(ConfigFault) as caught:
+        load(GOOD, sets)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"steps", b"[train\n", b"\xff = 1", GOOD.replace(b"path", b"pfad")])
+def test_a_file_that_is_no_config_is_refused(content: bytes) -> None:
+    with pytest.raises(ConfigFault):
+        load(content)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFault, match=r"none\.toml: can't be read: No such file"):
+        load(tmp_path / "none.toml")
+
+
+def test_every_field_says_what_it_is() -> None:
+    sections = [TrainConfig] + [info.annotation for info in TrainConfig.model_fields.values()]
+    documented = [m.model_fields.items() for m in sections if isinstance(m, type) and hasattr(m, "model_fields")]
+    undocumented = [name for fields in documented for name, info in fields if not info.description]
+    assert [name for name in undocumented if name not in ("target", "draft", "data", "train")] == []
+    assert len(list(known_keys())) > 30
+
+
+def test_config_and_records_import_no_torch() -> None:
+    code = (
+        "import sys, trainer.config, trainer.records; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,64 @@
+"""The records: whole at every moment, and no step twice after a resume."""
+
+from pathlib import Path
+
+from trainer.journal import Journal, now
+from trainer.records import RunDir, StepRecord, read_metrics, read_status
+
+
+def record(step: int, loss: float = 2.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=loss,
+        accuracy=0.5,
+        accept=1.5,
+        lr=6e-4,
+        grad_norm=1.0,
+        tokens=100,
+        tokens_per_s=1234.0,
+        seconds=1.0,
+        time=now(),
+    )
+
+
+def test_status_and_metrics_follow_the_steps(tmp_path: Path) -> None:
+    said: list[str] = []
+    journal = Journal(RunDir(tmp_path / "run"), 20, said.append)
+    started = read_status((tmp_path / "run/status.json").read_bytes())
+    assert started is not None and (started.state, started.step, started.loss) == ("starting", 0, None)
+    journal.record(record(1, loss=5.0))
+    journal.record(record(2, loss=4.0).model_copy(update={"heldout_loss": 4.5, "heldout_accept": 1.2}))
+    journal.record(record(3, loss=3.0))
+    status = read_status((tmp_path / "run/status.json").read_bytes())
+    assert status is not None
+    assert (status.state, status.step, status.total_steps) == ("training", 3, 20)
+    assert (status.first_loss, status.loss, status.heldout_loss) == (5.0, 3.0, 4.5)
+    assert [r.step for r in read_metrics((tmp_path / "run/metrics.jsonl").read_bytes())] == [1, 2, 3]
+    assert said[0] == "step 1/20 loss 5.0000 accept 1.50 lr 6.0e-04 1234 tok/s"
+    assert said[1].endswith("1234 tok/s | held-out loss 4.5000 accept 1.20")
+
+
+def test_a_resume_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    journal = Journal(run, 20, print)
+    for step in range(1, 6):
+        journal.record(record(step, loss=10.0 - step))
+    with run.metrics.open("ab") as file:
+        file.write(b'{"step": 6, "lo')
+    assert [r.step for r in read_metrics(run.metrics.read_bytes())] == [1, 2, 3, 4, 5]
+    again = Journal(run, 20, print)
+    again.resume(3, 9.0, "step-00000003")
+    assert (again.status.step, again.status.first_loss, again.status.loss) == (3, 9.0, 7.0)
+    again.record(record(4))
+    assert [r.step for r in read_metrics(run.metrics.read_bytes())] == [1, 2, 3, 4]
+    assert run.metrics.read_bytes().endswith(b"}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
+
+
+def test_readers_bear_other_versions_and_garbage() -> None:
+    assert read_status(b"{") is None and read_status(b"") is None
+    newer = b'{"schema_version": 2, "state": "training", "step": 1, "total_steps": 2, "updated_at": "", "more": 1}'
+    status = read_status(newer)
+    assert status is not None and status.schema_version == 2
+    line = record(1).model_dump_json().encode()
+    assert [r.step for r in read_metrics(b"\n\x00\xff\n{}\n" + line)] == [1]

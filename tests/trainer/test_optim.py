@@ -1,0 +1,34 @@
+"""The optimiser's groups and the learning rate's course."""
+
+from itertools import pairwise
+
+import pytest
+from test_draft import CONFIG
+
+from trainer.draft import DraftModel
+from trainer.optim import learning_rate, make_optimizer, parameter_names
+
+
+def test_the_rate_rises_then_falls_to_nothing() -> None:
+    rates = [learning_rate(step, steps=100, highest=1.0, warmup_ratio=0.04) for step in range(1, 101)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and all(a >= b for a, b in pairwise(rates[4:]))
+    assert 0 < rates[-1] < 1e-3
+    assert rates[4 + 48] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_rate_of_a_single_step_is_the_highest(ratio: float) -> None:
+    assert learning_rate(1, steps=1, highest=2.0, warmup_ratio=ratio) == 2.0
+
+
+def test_norms_are_not_decayed_and_every_weight_is_trained_once() -> None:
+    model = DraftModel(CONFIG)
+    optimizer = make_optimizer(model, lr=1.0, weight_decay=0.1)
+    matrices, norms = optimizer.param_groups
+    assert {p.dim() for p in matrices["params"]} == {2} and {p.dim() for p in norms["params"]} == {1}
+    assert (matrices["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
+    parameters = dict(model.named_parameters())
+    in_order = matrices["params"] + norms["params"]
+    assert [id(p) for p in in_order] == [id(parameters[name]) for name in parameter_names(model)]
+    assert len(in_order) == len(parameters)
