@@ -15,11 +15,10 @@ import sys
 import termios
 import tty
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from dflash_ops.sandbox import cgroups, container, kernel
+from dflash_ops.sandbox import cgroups, containers, kernel
 from dflash_ops.sandbox.processes import ProcessId
 
 SHORT_PATH = b"/sbin:/bin:/usr/sbin:/usr/bin"
@@ -45,7 +44,7 @@ def own_environment() -> dict[bytes, bytes]:
 def main() -> NoReturn:
     """The program lxc-attach."""
     options = _parse(own_words())
-    identity = container.init_of(int(options.name)) if options.name.isdigit() else None
+    identity = containers.init_of(int(options.name)) if options.name.isdigit() else None
     if identity is None:
         _complain(options.name, "get_attach_context: 405 Connection refused - Failed to get init pid")
         _complain(options.name, "lxc_attach: 1503 Connection refused - Failed to get attach context")
@@ -73,7 +72,7 @@ def attach(
     pid = init.pid
     present = [kind for kind in _NAMESPACES if Path(f"/proc/{pid}/ns/{kind}").exists()]
     namespaces = {kind: os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in present}
-    own_user = os.stat("/proc/self/ns/user").st_ino
+    own_user = Path("/proc/self/ns/user").stat().st_ino
     if os.fstat(namespaces["user"]).st_ino == own_user:
         os.close(namespaces.pop("user"))
     terminal = Terminal.open(pid)
@@ -109,8 +108,7 @@ def attach(
     return code if code >= 0 else 128 - code
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     name: str
     words: list[bytes]
     clear: bool
@@ -160,11 +158,11 @@ def _complain(name: str, message: str) -> None:
         os.write(2, text.encode("utf-8", "surrogateescape"))
 
 
-def _working_folder() -> str:
+def _working_folder() -> Path:
     try:
-        return os.getcwd()
+        return Path.cwd()
     except FileNotFoundError:
-        return "/"
+        return Path("/")
 
 
 def _shell() -> list[bytes]:
@@ -196,12 +194,12 @@ class Terminal:
         if not descriptors:
             return None
         master = os.open(f"/proc/{init_pid}/root/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY)
-        fcntl.ioctl(master, termios.TIOCSPTLCK, struct.pack("i", 0))
+        fcntl.ioctl(master, kernel.TIOCSPTLCK, struct.pack("i", 0))
         return cls(master, descriptors)
 
     def become_controlling(self) -> None:
         """In the child, inside the container: the slave becomes its terminal."""
-        number = struct.unpack("i", fcntl.ioctl(self.master, termios.TIOCGPTN, b"\0" * 4))[0]
+        number = struct.unpack("i", fcntl.ioctl(self.master, kernel.TIOCGPTN, b"\0" * 4))[0]
         os.setsid()
         slave = os.open(f"/dev/pts/{number}", os.O_RDWR)
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
@@ -213,7 +211,11 @@ class Terminal:
     def relay(self, child: int) -> None:
         """Copy bytes and window sizes between the outer terminal and ours until the child's side is closed."""
         outside = self.descriptors[0]
-        signal.signal(signal.SIGWINCH, lambda *_: self._copy_size(outside))
+
+        def resized(_signal: int, _frame: object) -> None:
+            self._copy_size(outside)
+
+        signal.signal(signal.SIGWINCH, resized)
         self._copy_size(outside)
         saved = termios.tcgetattr(outside)
         reading = [self.master] + ([0] if 0 in self.descriptors else [])

@@ -1,4 +1,4 @@
-"""A container's life: made of namespaces inside the hypervisor's, with an init of its own. Runs in the hypervisor.
+"""A container's life from start to stop, made of namespaces inside the hypervisor's. Runs in the hypervisor.
 
 start                      setup (forked)                     init (forked by setup)
   makes the cgroup           own mount namespace
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import cgroups, kernel, layout, rootfs
+from dflash_ops.sandbox import cgroups, containers, kernel, layout, rootfs
 from dflash_ops.sandbox.processes import ProcessId
 from dflash_ops.sandbox.settings import Settings
 
@@ -28,37 +28,9 @@ class StartError(Exception):
     """A container did not start; the text says why."""
 
 
-def configured() -> list[int]:
-    """The ids of this node's containers, sorted."""
-    return sorted(int(path.stem) for path in layout.CONFIGS.glob("*.conf") if path.stem.isdigit())
-
-
-def read_config(vmid: int) -> list[tuple[str, str]] | None:
-    """The lines of a container's config as (key, value), in file order; None when it has none."""
-    try:
-        text = (layout.CONFIGS / f"{vmid}.conf").read_text(errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    pairs = (line.partition(":") for line in text.split("\n[", 1)[0].split("\n") if ":" in line)
-    return [(key.strip(), value.strip()) for key, _, value in pairs]
-
-
-def is_unprivileged(vmid: int) -> bool:
-    return dict(read_config(vmid) or []).get("unprivileged") == "1"
-
-
-def init_of(vmid: int) -> ProcessId | None:
-    """The container's init as the hypervisor sees it; None when it is not running."""
-    try:
-        identity = ProcessId.parse((layout.RUNNING / f"{vmid}.init").read_text())
-    except FileNotFoundError:
-        return None
-    return identity if identity is not None and identity.alive else None
-
-
 def stop(vmid: int) -> None:
     """Kill the container: its init's death ends all that runs in it."""
-    identity = init_of(vmid)
+    identity = containers.init_of(vmid)
     if identity is not None and not identity.kill():
         raise StartError(f"container {vmid} does not end")
     (layout.RUNNING / f"{vmid}.init").unlink(missing_ok=True)
@@ -66,7 +38,7 @@ def stop(vmid: int) -> None:
 
 def shutdown(vmid: int, seconds: float) -> bool:
     """Ask the container's init to end cleanly; False when it has not after `seconds`."""
-    identity = init_of(vmid)
+    identity = containers.init_of(vmid)
     if identity is None:
         return True
     identity.signal(signal.SIGPWR)
@@ -75,8 +47,8 @@ def shutdown(vmid: int, seconds: float) -> bool:
 
 def start(vmid: int) -> None:
     """Start the container and return when its init runs; StartError when that fails."""
-    config = dict(read_config(vmid) or [])
-    owner = layout.UNPRIVILEGED_BASE if is_unprivileged(vmid) else 0
+    config = dict(containers.read_config(vmid) or [])
+    owner = layout.UNPRIVILEGED_BASE if containers.is_unprivileged(vmid) else 0
     cgroups.create_container_group(vmid, owner)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     setup = os.fork()
@@ -214,7 +186,7 @@ def _end_cleanly() -> NoReturn:
         os.kill(-1, signal.SIGTERM)
     for _ in range(50):
         _reap()
-        if [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]:
+        if [path.name for path in Path("/proc").iterdir() if path.name.isdigit()] == ["1"]:
             break
         time.sleep(0.1)
     os._exit(0)
@@ -227,7 +199,7 @@ def _virtual_uptime(root: Path) -> int | None:
     kernel.mount("lxcfs", str(folder), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k")
     descriptor = os.open(folder / "uptime", os.O_WRONLY | os.O_CREAT, 0o444)
     try:
-        kernel.mount(str(folder / "uptime"), str(root / "proc/uptime"), "", kernel.MS_BIND)
+        kernel.bind(str(folder / "uptime"), str(root / "proc/uptime"))
     except OSError:
         os.close(descriptor)
         descriptor = None

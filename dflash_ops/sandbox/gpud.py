@@ -132,13 +132,13 @@ def _name(record: Record) -> str | None:
     if not record.identity.alive:
         return None
     try:
-        return os.readlink(f"/proc/{record.identity.pid}/exe")
+        return str(Path(f"/proc/{record.identity.pid}/exe").readlink())
     except OSError:
         return None
 
 
 def _pid_namespace(pid: int) -> int:
-    return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    return Path(f"/proc/{pid}/ns/pid").stat().st_ino
 
 
 def _inner_pid(pid: int) -> int:

@@ -66,6 +66,10 @@ def _identity(pid: int) -> ProcessId:
     return identity
 
 
+def _wake(_signal: int, _frame: object) -> None:
+    """A handler only so that the signal writes to the wake-up pipe."""
+
+
 def _write_state(settings: Settings, keys: "server.Keys", init: int, port: int) -> None:
     me, child = _identity(os.getpid()), _identity(init)
     keys.write_known_hosts(port)
@@ -110,7 +114,7 @@ def _wait(init: int, settings: Settings) -> None:
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer)
     for number in _ENDING:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _wake)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     poll.register(wake_reader, select.POLLIN)
     sightless = any(watch.descriptor is None for watch in watches)

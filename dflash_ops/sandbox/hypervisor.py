@@ -116,7 +116,7 @@ def _mount_disk(folder: Path, size: str | None) -> None:
 
 def _fake_gpus() -> bool:
     """Whether our own nodes stand in for GPUs: real ones have a major number of their own."""
-    return os.major(os.stat("/dev/nvidia0").st_rdev) == 1
+    return os.major(Path("/dev/nvidia0").stat().st_rdev) == 1
 
 
 def _make_gpu_nodes(root: Path) -> None:
@@ -140,7 +140,18 @@ def _install_support(root: Path, settings: Settings) -> None:
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    for name in ("attach", "cgroups", "container", "kernel", "layout", "pct", "processes", "rootfs", "settings"):
+    for name in (
+        "attach",
+        "cgroups",
+        "container",
+        "containers",
+        "kernel",
+        "layout",
+        "pct",
+        "processes",
+        "rootfs",
+        "settings",
+    ):
         shutil.copyfile(_PACKAGE / f"{name}.py", package / f"{name}.py")
     (support / "settings.json").write_text(settings.to_json())
     (support / "pct-delay").write_text(str(settings.pct_delay))

@@ -3,6 +3,7 @@
 Standard library only: the programs inside the sandbox import it on every call. Every function raises OSError.
 """
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
@@ -24,6 +25,10 @@ MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 MNT_DETACH = 0x2
+
+# Of a pseudo-terminal's master: its number; locked or not.
+TIOCGPTN = 0x80045430
+TIOCSPTLCK = 0x40045431
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -150,9 +155,7 @@ def set_hostname(name: str) -> None:
 
 def close_all_but(kept: set[int]) -> None:
     """Close every descriptor that is not among `kept`."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:
-                continue  # the listing's own descriptor, gone already
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor not in kept:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone already
+                os.close(descriptor)

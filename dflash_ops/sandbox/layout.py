@@ -1,7 +1,7 @@
 """Where things lie in the hypervisor, and which containers it has."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 NODE = "pve"
 UNPRIVILEGED_BASE = 100_000
@@ -23,8 +23,7 @@ PCT_FOLDER, LXC_ATTACH_FOLDER, NVIDIA_SMI_FOLDER = "/usr/sbin", "/usr/bin", "/us
 PROGRAM_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
-@dataclass(frozen=True)
-class Template:
+class Template(NamedTuple):
     """A container that `up` makes."""
 
     vmid: int

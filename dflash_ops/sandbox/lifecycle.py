@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -162,7 +162,7 @@ def _visible_folders(extra: Sequence[str | Path]) -> list[str]:
 
 
 @contextmanager
-def _exclusive() -> Iterator[None]:
+def _exclusive() -> Generator[None]:
     """One `up` or `down` at a time for this user. The lock is on the folder: a lock file would stay behind."""
     base = state.base_folder()
     base.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import attach, container, kernel, layout
+from dflash_ops.sandbox import attach, containers, kernel, layout
 from dflash_ops.sandbox.processes import ProcessId
 
 LOCK_SECONDS = 10.0
@@ -146,18 +146,18 @@ class Call:
 
     def config(self, code: int) -> list[tuple[str, str]]:
         """The container's config; a missing one ends the call with the code that this subcommand happens to give."""
-        config = container.read_config(self.vmid)
+        config = containers.read_config(self.vmid)
         if config is None:
             raise Failure(f"Configuration file 'nodes/{layout.NODE}/lxc/{self.vmid}.conf' does not exist", code)
         return config
 
 
 def _list(_: Call) -> int:
-    ids = container.configured()
+    ids = containers.configured()
     row = "%-10s %-10s %-12s %-20s"
     lines = [row % ("VMID", "Status", "Lock", "Name")] if ids else []  # without containers not even the header
     for vmid in ids:
-        config = dict(container.read_config(vmid) or [])
+        config = dict(containers.read_config(vmid) or [])
         name = re.sub(r"\s", "", config.get("hostname", f"CT{vmid}"))
         lines.append(row % (vmid, _status_word(vmid), config.get("lock", ""), name))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
@@ -165,7 +165,7 @@ def _list(_: Call) -> int:
 
 
 def _status_word(vmid: int) -> str:
-    return "running" if container.init_of(vmid) else "stopped"
+    return "running" if containers.init_of(vmid) else "stopped"
 
 
 def _status(call: Call) -> int:
@@ -174,7 +174,7 @@ def _status(call: Call) -> int:
     if call.options.get("verbose", "0") == "0":
         sys.stdout.write(f"status: {word}\n")
         return 0
-    init = container.init_of(call.vmid)
+    init = containers.init_of(call.vmid)
     values = {
         "cpus": config.get("cores", "1"),
         "maxmem": str(int(config.get("memory", "512")) * 1024 * 1024),
@@ -202,8 +202,10 @@ def _config(call: Call) -> int:
 
 
 def _start(call: Call) -> int:
+    from dflash_ops.sandbox import container  # only here and below: it costs every other call its loading
+
     config = dict(call.config(255))
-    if container.init_of(call.vmid):
+    if containers.init_of(call.vmid):
         raise Failure(f"CT {call.vmid} already running")
     with _locked(call.vmid):
         if "lock" in config:
@@ -216,10 +218,14 @@ def _start(call: Call) -> int:
 
 
 def _stop(call: Call) -> int:
+    from dflash_ops.sandbox import container
+
     return _end(call, lambda: container.stop(call.vmid))
 
 
 def _shutdown(call: Call) -> int:
+    from dflash_ops.sandbox import container
+
     def end() -> None:
         if not container.shutdown(call.vmid, float(call.options.get("timeout", "60"))):
             if call.options.get("forceStop", "0") == "0":
@@ -231,7 +237,7 @@ def _shutdown(call: Call) -> int:
 
 def _end(call: Call, end: Callable[[], None]) -> int:
     config = dict(call.config(255))
-    if container.init_of(call.vmid) is None:
+    if containers.init_of(call.vmid) is None:
         raise Failure(f"CT {call.vmid} not running")
     with _locked(call.vmid):
         if "lock" in config:
@@ -241,14 +247,14 @@ def _end(call: Call, end: Callable[[], None]) -> int:
 
 
 def _reboot(call: Call) -> int:
-    if container.init_of(call.vmid) is None:
+    if containers.init_of(call.vmid) is None:
         raise Failure(f"VM {call.vmid} not running")
     _shutdown(call)
     return _start(call)
 
 
 def _running(call: Call) -> ProcessId:
-    identity = container.init_of(call.vmid)
+    identity = containers.init_of(call.vmid)
     if identity is None:
         raise Failure(f"container '{call.vmid}' not running!")
     return identity
@@ -285,7 +291,7 @@ def _pull(call: Call) -> int:
 
 
 def _copy(call: Call, *, into: bool) -> int:
-    if container.init_of(call.vmid) is None:
+    if containers.init_of(call.vmid) is None:
         # Also for a container that does not exist.
         raise Failure(f"can only {'push files to' if into else 'pull files from'} a running CT")
     with _locked(call.vmid):
@@ -298,7 +304,11 @@ def _copy(call: Call, *, into: bool) -> int:
                 _say(str(error))
                 os._exit(1)
             os._exit(0)
-        previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGTERM))
+
+        def forward(number: int, _frame: object) -> None:
+            os.kill(worker, number)
+
+        previous = signal.signal(signal.SIGTERM, forward)
         os.waitpid(worker, 0)
         signal.signal(signal.SIGTERM, previous)
     return 0
@@ -351,11 +361,11 @@ def _below_root(path: bytes) -> bytes:
 
 def _enter_files(vmid: int) -> None:
     """See files as the container does; as its user 0 when its config says `unprivileged: 1`."""
-    init = container.init_of(vmid)
+    init = containers.init_of(vmid)
     if init is None:
         raise Failure(f"container '{vmid}' not running!")
     files = os.open(f"/proc/{init.pid}/ns/mnt", os.O_RDONLY)
-    if container.is_unprivileged(vmid):
+    if containers.is_unprivileged(vmid):
         kernel.setns(os.open(f"/proc/{init.pid}/ns/user", os.O_RDONLY))
         kernel.setns(files)
         os.setgroups([])
@@ -394,7 +404,7 @@ def _identity(table: str, name: str | None) -> int:
 
 
 @contextlib.contextmanager
-def _locked(vmid: int) -> Iterator[None]:
+def _locked(vmid: int) -> Generator[None]:
     """The container's config lock: waits ten seconds at most, and says so on stderr."""
     layout.LOCKS.mkdir(parents=True, exist_ok=True)
     path = layout.LOCKS / f"pve-config-{vmid}.lock"

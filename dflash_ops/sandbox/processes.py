@@ -7,12 +7,11 @@ import os
 import select
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class ProcessId:
+class ProcessId(NamedTuple):
     """pid as this /proc shows it; start: field 22 of /proc/PID/stat, in clock ticks since the machine's boot."""
 
     pid: int

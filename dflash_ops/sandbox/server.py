@@ -19,6 +19,13 @@ from typing import Any, NoReturn
 import paramiko
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from paramiko.common import (
+    AUTH_FAILED,
+    AUTH_SUCCESSFUL,
+    OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED,
+    OPEN_FAILED_CONNECT_FAILED,
+    OPEN_SUCCEEDED,
+)
 
 from dflash_ops.sandbox.session import Session, WindowSize
 from dflash_ops.sandbox.sftp import HypervisorFiles
@@ -79,8 +86,8 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
     transport = paramiko.Transport(connection)
     transport.add_server_key(host_key)
     transport.set_subsystem_handler("sftp", paramiko.SFTPServer, sftp_si=HypervisorFiles)
+    server = Connection(transport, keys.client_public)
     try:
-        server = Connection(transport, keys.client_public)
         transport.start_server(event=threading.Event(), server=server)
         deadline = time.monotonic() + LOGIN_SECONDS
         while transport.is_active() and not transport.is_authenticated():
@@ -89,12 +96,17 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
             time.sleep(0.05)
         while transport.is_active() and transport.is_authenticated():
             channel = transport.accept(1.0)
-            if channel is not None and channel.get_id() in server.outward:
+            if channel is None:
+                continue
+            # paramiko closes a channel that nobody holds, also one whose command has not been asked for yet.
+            server.channels = {other for other in server.channels if not other.closed} | {channel}
+            if channel.get_id() in server.outward:
                 threading.Thread(target=_forward, args=(channel, server.outward.pop(channel.get_id()))).start()
     except (paramiko.SSHException, EOFError, OSError):
         return  # a client that talks nonsense or went away: nobody to tell
     finally:
         transport.close()
+        server.close()
 
 
 class Connection(paramiko.ServerInterface):
@@ -104,7 +116,15 @@ class Connection(paramiko.ServerInterface):
         self.transport = transport
         self.client_public = client_public
         self.sessions: dict[int, Session] = {}
+        self.channels: set[paramiko.Channel] = set()
         self.outward: dict[int, socket.socket] = {}  # sockets of direct-tcpip channels that are being opened
+
+    def close(self) -> None:
+        """The client is gone: let go of what no command took over."""
+        for session in self.sessions.values():
+            session.discard()
+        for outward in self.outward.values():
+            outward.close()
 
     # Logging in
 
@@ -113,27 +133,27 @@ class Connection(paramiko.ServerInterface):
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         known = f"{key.get_name()} {key.get_base64()}" == self.client_public
-        return paramiko.AUTH_SUCCESSFUL if known and username == USER else paramiko.AUTH_FAILED
+        return AUTH_SUCCESSFUL if known and username == USER else AUTH_FAILED
 
     # Channels
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         if kind != "session":
-            return paramiko.OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
+            return OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
         self.sessions = {number: session for number, session in self.sessions.items() if not session.closed}
         if len(self.sessions) >= MAX_SESSIONS:
-            return paramiko.OPEN_FAILED_CONNECT_FAILED
+            return OPEN_FAILED_CONNECT_FAILED
         self.sessions[chanid] = Session(self._addresses())
-        return paramiko.OPEN_SUCCEEDED
+        return OPEN_SUCCEEDED
 
     def check_channel_direct_tcpip_request(self, chanid: int, origin: tuple[str, int], destination: Any) -> int:
         try:
             outward = socket.create_connection((destination[0], int(destination[1])), timeout=10)
         except (OSError, OverflowError):
-            return paramiko.OPEN_FAILED_CONNECT_FAILED
+            return OPEN_FAILED_CONNECT_FAILED
         outward.settimeout(None)
         self.outward[chanid] = outward
-        return paramiko.OPEN_SUCCEEDED
+        return OPEN_SUCCEEDED
 
     # Requests on a session's channel
 

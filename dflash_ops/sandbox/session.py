@@ -6,6 +6,7 @@
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -13,13 +14,16 @@ import termios
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO, Any
 
 import paramiko
+from paramiko.common import cMSG_CHANNEL_REQUEST
 
 SHELL = "/bin/bash"
 HOME = "/root"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHUNK = 1 << 15
+_POLL_SECONDS = 0.1  # how soon a client's going is noticed
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,13 @@ class Session:
                 packed = struct.pack("HHHH", size.rows, size.columns, size.width, size.height)
                 fcntl.ioctl(self._master, termios.TIOCSWINSZ, packed)
 
+    def discard(self) -> None:
+        """Close the pseudo-terminal, if there is one."""
+        for descriptor in (self._master, self._slave):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._master = self._slave = None
+
     def start(self, channel: paramiko.Channel, command: bytes | None) -> bool:
         """Start the login shell with `command`, or for a person (None); its end closes the channel."""
         words: list[bytes] = [b"-bash"] if command is None else [b"bash", b"-c", command]
@@ -89,6 +100,7 @@ class Session:
                     cwd=HOME,
                 )
                 os.close(self._slave)
+                self._slave = None
         except OSError:
             self.closed = True
             return False
@@ -110,61 +122,75 @@ class Session:
 
     def _carry_pipes(self, channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin and process.stdout and process.stderr
-        into, out, err = process.stdin, process.stdout, process.stderr
-        threads = [
-            threading.Thread(target=_feed, args=(channel, into.fileno(), into.close), daemon=True),
-            threading.Thread(target=_drain, args=(err.fileno(), channel.sendall_stderr), daemon=True),
-            threading.Thread(target=_drain, args=(out.fileno(), channel.sendall), daemon=True),
+        drains = [
+            threading.Thread(target=_drain, args=(channel, process.stdout, channel.sendall), daemon=True),
+            threading.Thread(target=_drain, args=(channel, process.stderr, channel.sendall_stderr), daemon=True),
         ]
-        for thread in threads:
-            thread.start()
-        # As sshd: the status as soon as the shell has ended, the end of the channel when nobody holds its output.
+        threading.Thread(target=_feed, args=(channel, process.stdin), daemon=True).start()
+        for drain in drains:
+            drain.start()
+        # As sshd: the status as soon as the shell has ended, the channel's end when nobody holds its output any more.
         process.wait()
-        for thread in threads[1:]:
-            thread.join()
         _report(channel, process)
-        for stream in (out, err):
-            stream.close()
+        for drain in drains:
+            drain.join()
 
     def _carry_terminal(self, channel: paramiko.Channel, process: subprocess.Popen[bytes], master: int) -> None:
-        feeder = threading.Thread(target=_feed, args=(channel, master, lambda: None), daemon=True)
-        feeder.start()
-        drainer = threading.Thread(target=_drain, args=(master, channel.sendall), daemon=True)
-        drainer.start()
-        feeder_gone = threading.Event()
-
-        def watch() -> None:
-            feeder.join()
-            feeder_gone.set()
-
-        threading.Thread(target=watch, daemon=True).start()
-        while process.poll() is None and not (feeder_gone.wait(0.02) and channel.closed):
-            pass
-        if process.poll() is None:
-            os.close(master)  # the client hung up: so does the terminal, and its session gets SIGHUP
-            self._master = None
-            return
-        drainer.join(2)
-        _report(channel, process)
-        self._master = None
-        os.close(master)
+        # One descriptor for each direction: each thread closes its own.
+        threading.Thread(target=_feed, args=(channel, os.fdopen(os.dup(master), "wb", 0)), daemon=True).start()
+        with os.fdopen(os.dup(master), "rb", 0) as output:
+            while channel_is_open := not channel.closed:
+                if select.select([output], [], [], _POLL_SECONDS)[0]:
+                    data = _read(output)
+                    if not data:
+                        break
+                    _send(channel.sendall, data)
+                elif process.poll() is not None:
+                    break
+        self.discard()  # a client that hung up: the terminal does too, and its session gets SIGHUP
+        if channel_is_open:
+            process.wait()
+            _report(channel, process)
 
 
-def _feed(channel: paramiko.Channel, descriptor: int, close: Callable[[], None]) -> None:
-    """The client's bytes to the command, then end of file."""
+def _feed(channel: paramiko.Channel, stream: IO[bytes]) -> None:
+    """The client's bytes to the command, then end of file. What the command no longer reads is thrown away."""
     with contextlib.suppress(OSError, EOFError):
+        listening = True
         while data := channel.recv(_CHUNK):
-            while data:
-                data = data[os.write(descriptor, data) :]
+            while data and listening:
+                try:
+                    data = data[os.write(stream.fileno(), data) :]
+                except OSError:
+                    listening = False
     with contextlib.suppress(OSError):
-        close()
+        stream.close()
 
 
-def _drain(descriptor: int, send: Callable[[bytes], None]) -> None:
-    """The command's bytes to the client."""
-    with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-        while data := os.read(descriptor, _CHUNK):
-            send(data)
+def _drain(channel: paramiko.Channel, stream: IO[bytes], send: Callable[[bytes], None]) -> None:
+    """The command's bytes to the client. When the client is gone our end is closed at once, as sshd does: whatever
+    the command prints next fails."""
+    with stream:
+        while not channel.closed:
+            if select.select([stream], [], [], _POLL_SECONDS)[0]:
+                data = _read(stream)
+                if not data or not _send(send, data):
+                    return
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    try:
+        return os.read(stream.fileno(), _CHUNK)
+    except OSError:
+        return b""  # EIO: nobody has the pseudo-terminal open any more
+
+
+def _send(send: Callable[[bytes], None], data: bytes) -> bool:
+    try:
+        send(data)
+    except (OSError, EOFError, paramiko.SSHException):
+        return False
+    return True
 
 
 def _report(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
@@ -179,7 +205,7 @@ def _report(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None
 def _send_exit_signal(channel: paramiko.Channel, number: int) -> None:
     """RFC 4254, section 6.10: paramiko has a method for the status only."""
     message = paramiko.Message()
-    message.add_byte(paramiko.common.cMSG_CHANNEL_REQUEST)
+    message.add_byte(cMSG_CHANNEL_REQUEST)
     message.add_int(channel.remote_chanid)
     message.add_string("exit-signal")
     message.add_boolean(False)
@@ -187,4 +213,5 @@ def _send_exit_signal(channel: paramiko.Channel, number: int) -> None:
     message.add_boolean(False)
     message.add_string("")
     message.add_string("")
-    channel.transport._send_user_message(message)
+    transport: Any = channel.transport
+    transport._send_user_message(message)

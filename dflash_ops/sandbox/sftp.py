@@ -6,9 +6,11 @@
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import paramiko
+from paramiko.sftp import SFTP_EOF, SFTP_FAILURE, SFTP_OK
 
 HOME = "/root"
 
@@ -34,14 +36,14 @@ class _File(paramiko.SFTPHandle):
 
     @_answering_errors
     def read(self, offset: int, length: int) -> bytes | int:
-        return os.pread(self.descriptor, length, offset) or paramiko.SFTP_EOF
+        return os.pread(self.descriptor, length, offset) or SFTP_EOF
 
     @_answering_errors
     def write(self, offset: int, data: bytes) -> int:
         while data:
             written = os.write(self.descriptor, data) if self.appending else os.pwrite(self.descriptor, data, offset)
             data, offset = data[written:], offset + written
-        return paramiko.SFTP_OK
+        return SFTP_OK
 
     @_answering_errors
     def stat(self) -> paramiko.SFTPAttributes:
@@ -60,18 +62,15 @@ class HypervisorFiles(paramiko.SFTPServerInterface):
 
     @_answering_errors
     def list_folder(self, path: str) -> list[paramiko.SFTPAttributes]:
-        with os.scandir(_at_home(path)) as entries:
-            return [
-                paramiko.SFTPAttributes.from_stat(entry.stat(follow_symlinks=False), entry.name) for entry in entries
-            ]
+        return [paramiko.SFTPAttributes.from_stat(entry.lstat(), entry.name) for entry in _at_home(path).iterdir()]
 
     @_answering_errors
     def stat(self, path: str) -> paramiko.SFTPAttributes:
-        return paramiko.SFTPAttributes.from_stat(os.stat(_at_home(path)))
+        return paramiko.SFTPAttributes.from_stat(_at_home(path).stat())
 
     @_answering_errors
     def lstat(self, path: str) -> paramiko.SFTPAttributes:
-        return paramiko.SFTPAttributes.from_stat(os.lstat(_at_home(path)))
+        return paramiko.SFTPAttributes.from_stat(_at_home(path).lstat())
 
     @_answering_errors
     def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> _File:
@@ -80,35 +79,36 @@ class HypervisorFiles(paramiko.SFTPServerInterface):
 
     @_answering_errors
     def remove(self, path: str) -> int:
-        os.unlink(_at_home(path))
-        return paramiko.SFTP_OK
+        _at_home(path).unlink()
+        return SFTP_OK
 
     @_answering_errors
     def rename(self, oldpath: str, newpath: str) -> int:
         # The plain rename never replaces; link and unlink keep that true when another takes the name meanwhile.
-        if os.path.isdir(_at_home(oldpath)):
-            if os.path.lexists(_at_home(newpath)):
-                return paramiko.SFTP_FAILURE
-            os.rename(_at_home(oldpath), _at_home(newpath))
+        source, target = _at_home(oldpath), _at_home(newpath)
+        if source.is_dir():
+            if os.path.lexists(target):
+                return SFTP_FAILURE
+            source.rename(target)
         else:
-            os.link(_at_home(oldpath), _at_home(newpath), follow_symlinks=False)
-            os.unlink(_at_home(oldpath))
-        return paramiko.SFTP_OK
+            os.link(source, target, follow_symlinks=False)
+            source.unlink()
+        return SFTP_OK
 
     @_answering_errors
     def posix_rename(self, oldpath: str, newpath: str) -> int:
-        os.rename(_at_home(oldpath), _at_home(newpath))
-        return paramiko.SFTP_OK
+        _at_home(oldpath).rename(_at_home(newpath))
+        return SFTP_OK
 
     @_answering_errors
     def mkdir(self, path: str, attr: paramiko.SFTPAttributes) -> int:
-        os.mkdir(_at_home(path), 0o777 if attr.st_mode is None else attr.st_mode & 0o7777)
-        return paramiko.SFTP_OK
+        _at_home(path).mkdir(0o777 if attr.st_mode is None else attr.st_mode & 0o7777)
+        return SFTP_OK
 
     @_answering_errors
     def rmdir(self, path: str) -> int:
-        os.rmdir(_at_home(path))
-        return paramiko.SFTP_OK
+        _at_home(path).rmdir()
+        return SFTP_OK
 
     @_answering_errors
     def chattr(self, path: str, attr: paramiko.SFTPAttributes) -> int:
@@ -116,28 +116,28 @@ class HypervisorFiles(paramiko.SFTPServerInterface):
 
     @_answering_errors
     def symlink(self, target_path: str, path: str) -> int:
-        os.symlink(target_path, _at_home(path))
-        return paramiko.SFTP_OK
+        _at_home(path).symlink_to(target_path)
+        return SFTP_OK
 
     @_answering_errors
     def readlink(self, path: str) -> str:
-        return os.readlink(_at_home(path))
+        return str(_at_home(path).readlink())
 
     def canonicalize(self, path: str) -> str:
-        return os.path.realpath(_at_home(path))
+        return str(_at_home(path).resolve())
 
 
-def _at_home(path: str) -> str:
-    return os.path.join(HOME, path)
+def _at_home(path: str) -> Path:
+    return Path(HOME, path)
 
 
-def _set_attributes(where: str | int, attr: paramiko.SFTPAttributes) -> int:
+def _set_attributes(where: Path | int, attr: paramiko.SFTPAttributes) -> int:
     if attr.st_size is not None:
         os.truncate(where, attr.st_size)
     if attr.st_mode is not None:
-        os.chmod(where, attr.st_mode & 0o7777)
+        os.chmod(where, attr.st_mode & 0o7777)  # noqa: PTH101 - a descriptor too
     if attr.st_uid is not None and attr.st_gid is not None:
         os.chown(where, attr.st_uid, attr.st_gid)
     if attr.st_atime is not None and attr.st_mtime is not None:
         os.utime(where, (attr.st_atime, attr.st_mtime))
-    return paramiko.SFTP_OK
+    return SFTP_OK

@@ -5,7 +5,6 @@ the sandbox ends. A file whose processes are gone (crash, reboot) counts as abse
 """
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,7 +83,7 @@ def write(state: SandboxState) -> None:
     data.update(key=str(state.key), known_hosts=str(state.known_hosts), folder=str(state.folder))
     draft = state.folder / "state.json.new"
     draft.write_text(json.dumps(data, indent=1))
-    os.replace(draft, state.folder / "state.json")
+    draft.replace(state.folder / "state.json")
 
 
 def load(name: str) -> SandboxState | None:

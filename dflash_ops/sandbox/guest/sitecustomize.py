@@ -14,11 +14,11 @@ def _open_gpus():
     import socket
     import struct
 
-    names = sorted(name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    names = sorted(name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))  # noqa: PTH208
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # As CUDA reads it: indices, up to the first that is none.
-        chosen = []
+        chosen: list[str] = []
         for word in visible.split(","):
             if not word.strip().isdigit() or int(word) >= len(names):
                 break
@@ -38,7 +38,7 @@ def _open_gpus():
 
 
 if "DFLASH_RUN_ID" in os.environ:
-    try:
+    import contextlib
+
+    with contextlib.suppress(OSError):  # no such devices here: a run without GPUs
         _open_gpus()
-    except OSError:
-        pass  # no such devices here: a run without GPUs
