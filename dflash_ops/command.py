@@ -155,7 +155,7 @@ def line(place: Place, command: Command) -> Line:
             return Line(text)
         case Container():
             attach = _attach(place)
-            environment = {**CONTAINER_ENVIRONMENT, **command.env}
+            environment = {**CONTAINER_ENVIRONMENT, "PATH": _path(place), **command.env}
             words = ("env", "-i", *(f"{key}={value}" for key, value in environment.items()))
             text = _encode(shlex.join((*command.host_prefix, *attach, *words, *command.argv)))
             unsafe = place.via == "pct" and not all(_is_utf8(word) for word in command.argv)
@@ -165,6 +165,12 @@ def line(place: Place, command: Command) -> Line:
             reader = (place.python, "-c", _WORDS_FROM_STDIN)
             text = _encode(shlex.join((*command.host_prefix, *attach, *words, *reader)))
             return Line(text, b"%010d" % len(packed) + packed)
+
+
+def _path(container: Container) -> str:
+    """PATH in the container: `python` there is the trainer's, and so are the programs beside it."""
+    folder, slash, _ = container.python.rpartition("/")
+    return f"{folder}:{CONTAINER_ENVIRONMENT['PATH']}" if slash else CONTAINER_ENVIRONMENT["PATH"]
 
 
 def _attach(container: Container) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -88,3 +89,9 @@ def test_a_command_is_at_least_one_word_without_nul() -> None:
 )
 def test_last_words(code: int, out: bytes, err: bytes, words: str) -> None:
     assert Result(Local(), Command(("x",)), code, out, err).last_words == words
+
+
+def test_the_containers_python_comes_first_on_its_path() -> None:
+    container = Container(Host("lab", "lab"), 200, python="/opt/venv/bin/python")
+    assert b"PATH=/opt/venv/bin:/usr/local/sbin:" in line(container, Command(("python", "-V"))).text
+    assert b"PATH=/usr/local/sbin:" in line(replace(container, python="python3"), Command(("python", "-V"))).text
