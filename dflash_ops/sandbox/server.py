@@ -99,7 +99,7 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
             if channel is None:
                 continue
             # paramiko closes a channel that nobody holds, also one whose command has not been asked for yet.
-            server.channels = {other for other in server.channels if not other.closed} | {channel}
+            server.channels[channel.get_id()] = channel
             if channel.get_id() in server.outward:
                 threading.Thread(target=_forward, args=(channel, server.outward.pop(channel.get_id()))).start()
     except (paramiko.SSHException, EOFError, OSError):
@@ -116,7 +116,7 @@ class Connection(paramiko.ServerInterface):
         self.transport = transport
         self.client_public = client_public
         self.sessions: dict[int, Session] = {}
-        self.channels: set[paramiko.Channel] = set()
+        self.channels: dict[int, paramiko.Channel] = {}
         self.outward: dict[int, socket.socket] = {}  # sockets of direct-tcpip channels that are being opened
 
     def close(self) -> None:
@@ -140,7 +140,12 @@ class Connection(paramiko.ServerInterface):
     def check_channel_request(self, kind: str, chanid: int) -> int:
         if kind != "session":
             return OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
-        self.sessions = {number: session for number, session in self.sessions.items() if not session.closed}
+        # A subsystem's session ends with its channel, a command's with the command.
+        ended = {number for number, channel in self.channels.items() if channel.closed}
+        self.channels = {number: channel for number, channel in self.channels.items() if number not in ended}
+        self.sessions = {
+            number: session for number, session in self.sessions.items() if not session.closed and number not in ended
+        }
         if len(self.sessions) >= MAX_SESSIONS:
             return OPEN_FAILED_CONNECT_FAILED
         self.sessions[chanid] = Session(self._addresses())
