@@ -244,18 +244,20 @@ def join(host: str, view: Mapping[str, Any], containers: Mapping[int, Mapping[st
                     command=holder["command"],
                 )
             )
-    processes += [_dead(app, processes, view) for app in charged.values()]
+    processes += [_uncharged(app, processes, view) for app in charged.values()]
+    heirs = {pid for process in processes for pid in process.held_by}
+    # On the host, an open device without memory is the persistence daemon or a monitor: no user of the GPU.
+    processes = [it for it in processes if it.kind != "host" or it.used_mib is not None or it.pid in heirs]
     return GpuStatus(host, tuple(gpus), tuple(processes), tuple(_problems(host, view, containers)))
 
 
-def _dead(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any]) -> GpuProcess:
-    """The driver charges memory to the process that opened the device, also when it is dead and only a child, which
-    inherited the descriptor and is itself charged with nothing, keeps it."""
-    pids = {holder["pid"] for holder in view["holders"]}
+def _uncharged(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any]) -> GpuProcess:
+    """A charge to a process that holds no device. The driver charges memory to the process that opened the device, also
+    when it is dead and only a child, which inherited the descriptor and is itself charged with nothing, keeps it."""
     living = [it for it in holders if it.gpu_uuid == app.gpu_uuid and it.used_mib is None]
-    # A child that is still in the dead one's process group is certainly its own.
+    # A child that is still in the dead one's process group is certainly its own; else whoever is in a container.
     group = {holder["pid"] for holder in view["holders"] if holder["group"] == app.pid}
-    own = [it for it in living if it.pid in group] or living
+    own = [it for it in living if it.pid in group] or [it for it in living if it.kind != "host"] or living
     heir = own[0] if own else None
     return GpuProcess(
         gpu_uuid=app.gpu_uuid,
@@ -263,7 +265,7 @@ def _dead(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any]) -> G
         container_pid=None,
         vmid=heir.vmid if heir else None,
         run_id=heir.run_id if heir else None,
-        kind="dead" if app.pid not in pids else "container",
+        kind="dead",
         used_mib=app.used_mib,
         age_s=None,
         state=None,

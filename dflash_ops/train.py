@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dflash_ops import gpus, runs
 from dflash_ops.command import Container, Result
 from dflash_ops.errors import BusyError, LinkLostError, NotFoundError, OpsError, StillRunningError, UnreachableError
-from dflash_ops.runs import Run, Started, StartRequest, Stopped
+from dflash_ops.runs import Run, RunState, Started, StartRequest, Stopped
 from dflash_ops.shell import Shell
 
 _START_SECONDS = 150.0  # the start script's own waits, one after the other, end before
@@ -66,11 +66,13 @@ def _started_before(shell: Shell, container: Container, run_id: str) -> Run:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
-            return status(shell, container, run_id)
+            found = status(shell, container, run_id)
+            if found.state is not RunState.STARTING or time.monotonic() > deadline:
+                return found
         except NotFoundError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.5)
+        time.sleep(0.5)
 
 
 def stop(shell: Shell, container: Container, run: str | None = None, *, grace: float = 60.0) -> Stopped:
@@ -123,6 +125,7 @@ def logs(
     """
     reader = _LogReader(str(container), on_out)
     broken_at: float | None = None
+    pause = 0.5
     while True:
         had = reader.offset
         command = runs.follow_command(
@@ -136,12 +139,13 @@ def logs(
             if reader.run_id is None:
                 raise  # it never worked
             if broken_at is None or reader.offset != had:
-                broken_at = time.monotonic()
+                broken_at, pause = time.monotonic(), 0.5
             if time.monotonic() - broken_at > _RECONNECT_SECONDS:
                 raise
             on_break(error.line())
             shell.close()  # the next command connects anew
-            time.sleep(2.0)
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
             continue
         if code != 0 and reader.run_id is None:
             raise OpsError("the log can't be read", where=str(container), why=f"exit code {code}")

@@ -1,0 +1,394 @@
+"""Runs through the whole way: the command line, real ssh, containers, tmux, the supervisor, and the real trainer on a
+tiny target. What happens to processes alone is in test_supervisor.py."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in
+from conftest import Box, Cli, write_inventory
+from proxy import Proxy
+from stand_in import retry_until
+
+from dflash_ops import deploy, gpus, runs, source, status, train
+from dflash_ops.command import Command, Container
+from dflash_ops.errors import BusyError, NotFoundError
+from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+GPUS = "gpus = [0, 1]\n"
+
+
+@pytest.fixture
+def box(sandbox: SandboxState, tmp_path: Path) -> Box:
+    """Container 200 with its two GPUs declared."""
+    return Box(write_inventory(tmp_path, sandbox.name, more=GPUS), sandbox)
+
+
+@pytest.fixture(scope="session")
+def stand_in_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in.make_release(tmp_path_factory.mktemp("stand-in"))
+
+
+@pytest.fixture
+def place(box: Box, shell: Shell, stand_in_source: Path) -> Iterator[Container]:
+    """The container with the stand-in trainer deployed; whatever still runs in it at the end is stopped."""
+    yield from _with_release(box.container, shell, stand_in_source)
+
+
+def _with_release(container: Container, shell: Shell, folder: Path) -> Iterator[Container]:
+    deploy.deploy(shell, container, source.choose(folder, None, here=folder))
+    yield container
+    for run in train.list_runs(shell, container):
+        if run.state.live or train.status(shell, container, run.id).processes:
+            train.stop(shell, container, run.id, grace=0)
+
+
+def begin(shell: Shell, container: Container, name: str = "a", config: str = "", **more: Any) -> runs.Run:
+    """Starts a stand-in run and waits for its first step."""
+    started = train.start(shell, container, StartRequest(name, config, "mine.toml", **more))
+    retry_until(lambda: b"step" in log_of(shell, container, started.run.id))
+    return started.run
+
+
+def log_of(shell: Shell, container: Container, run: str) -> bytes:
+    got = bytearray()
+    train.logs(shell, container, run, on_out=got.extend)
+    return bytes(got)
+
+
+def inside(shell: Shell, container: Container, *words: str) -> bytes:
+    return shell.run(container, Command(words), check=True).out
+
+
+def kill(shell: Shell, container: Container, run: str, who: str) -> None:
+    """SIGKILL to the run's "supervisor" or "child"."""
+    state = json.loads(inside(shell, container, "cat", f"{container.path}/runs/{run}/state.json"))
+    inside(shell, container, "kill", "-9", str(state[who]["pid"]))
+
+
+# -- the real trainer
+
+
+@pytest.fixture
+def tiny(box: Box, cli: Cli, tmp_path: Path) -> Path:
+    """The real trainer deployed, a tiny target and its data put into the container; returns the config's path."""
+    from tiny import tiny_toml, tiny_training
+
+    tiny_training(tmp_path / "tiny")
+    shutil.copytree(Path(__file__).parents[2] / "trainer", tmp_path / "src" / "trainer")
+    assert cli("deploy", str(tmp_path / "src")).returncode == 0
+    files = sorted(
+        str(file) for file in (tmp_path / "tiny").rglob("*") if file.is_file() and file.name != "config.toml"
+    )
+    done = cli("put", *files, "shared/tiny/")
+    assert done.returncode == 0, done.stderr
+    there = f"{box.container.path}/shared/tiny"
+    config = tmp_path / "tiny.toml"
+    config.write_text(tiny_toml(there, f"{there}/train.jsonl", f"{there}/heldout.jsonl", train__steps=100_000))
+    return config
+
+
+def test_start_to_first_step_stop_resume_kill_resume_finish(tiny: Path, cli: Cli, box: Box, shell: Shell) -> None:
+    def step_of(run: str) -> int:
+        state = json.loads(cli("train", "status", run, "--json").stdout)["status"]
+        return state["step"] if state else 0
+
+    began = cli("train", "start", str(tiny), "--json")
+    assert began.returncode == 0, began.stderr
+    first = json.loads(began.stdout)["run"]["id"]
+    retry_until(lambda: step_of(first) >= 1, 60)
+    found = cli("gpu-status", "--json")
+    mine = [it for it in json.loads(found.stdout)["processes"] if it["run_id"] == first]
+    assert [(it["vmid"], it["kind"], it["stale"], it["used_mib"]) for it in mine] == [(200, "run", False, 1542.0)] * 2
+    assert cli("train", "stop", first).returncode == 0
+    stopped = json.loads(cli("train", "status", first, "--json").stdout)
+    assert (stopped["state"], stopped["code"]) == ("stopped", 0)
+    assert stopped["checkpoints"]
+
+    assert cli("train", "start", str(tiny), "--resume", first).returncode == 0
+    retry_until(lambda: step_of("train") > stopped["status"]["step"], 60)
+    second = json.loads(cli("train", "status", "--json").stdout)["id"]
+    retry_until(lambda: train.status(shell, box.container, second).checkpoints, 60)
+    kill(shell, box.container, second, "child")
+    followed = cli("train", "logs", "-f", second)
+    assert followed.returncode == 100
+    assert b"failed" in followed.stderr and b"signal 9, exit code 137" in followed.stderr
+    assert cli("train", "wait", second).returncode == 137
+
+    killed_at = json.loads(cli("train", "status", second, "--json").stdout)["status"]["step"]
+    more = [f"--set=train.steps={killed_at + 5}", "--resume", second, "--follow"]
+    ended = cli("train", "start", str(tiny), *more, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    assert f"step {killed_at + 5}/{killed_at + 5}".encode() in ended.stdout
+    assert b"finished" in ended.stderr
+    assert [run.state for run in train.list_runs(shell, box.container)] == ["stopped", "failed", "finished"]
+
+
+def test_a_config_that_the_trainer_refuses(tiny: Path, cli: Cli, box: Box, shell: Shell) -> None:
+    tiny.write_text(tiny.read_text().replace("steps =", "steeps ="))
+    refused = cli("train", "start", str(tiny))
+    assert refused.returncode == 3
+    line = refused.stderr.decode()
+    assert line.count("\n") == 1
+    assert str(tiny) in line and "train.steeps" in line and "did you mean" in line and "/runs/" not in line
+    assert train.list_runs(shell, box.container) == []
+
+
+# -- who may start
+
+
+def test_two_starts_at_once_one_wins_the_other_says_who(
+    place: Container, cli: Cli, tmp_path: Path, shell: Shell
+) -> None:
+    (tmp_path / "c.toml").write_text("")
+    with ThreadPoolExecutor(2) as pool:
+        words = ("train", "start", str(tmp_path / "c.toml"))
+        done = list(pool.map(lambda name: cli(*words, "--name", name), ("a", "b")))
+    assert sorted(it.returncode for it in done) == [0, 7]
+    (winner,) = train.list_runs(shell, place)
+    loser = next(it for it in done if it.returncode == 7)
+    assert winner.id in loser.stderr.decode()
+    assert winner.state is RunState.RUNNING
+
+
+def test_containers_that_share_a_gpu_exclude_each_other(
+    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell, stand_in_source: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    unprivileged = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201, more="gpus = [1]\n"), sandbox)
+    for other in _with_release(unprivileged.container, shell, stand_in_source):
+        run = begin(shell, place, gpus=(1,))
+        with pytest.raises(BusyError, match=rf"GPU 1 of box is taken.*{run.id} in container 200"):
+            begin(shell, other)
+        train.stop(shell, place)
+        begin(shell, other, config="child = yes\nrunaway = yes\nsigterm = ignored")
+        with pytest.raises(BusyError, match="in container 201"):
+            begin(shell, replace(place, via="pct"), gpus=(0, 1))
+        stopped = train.stop(shell, other, grace=0.3)
+        assert len(stopped.killed) == 3
+        begin(shell, replace(place, via="pct"), gpus=(0, 1))
+        with pytest.raises(BusyError, match="in container 200"):
+            begin(shell, other)
+
+
+def test_words_that_can_not_be(place: Container, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("")
+    (tmp_path / "bad.env").write_text("A=1\nhush hush\n")
+    for words, code, says in (
+        (("c.toml", "--name", "Run_1"), 2, "a run can't be called 'Run_1'"),
+        (("c.toml", "--gpus", "0,2"), 2, "numbered from 0"),
+        (("c.toml", "--gpus", "x"), 2, "not a list of GPUs"),
+        (("none.toml",), 3, "none.toml"),
+        (("c.toml", "--env-file", "bad.env"), 3, "bad.env:2"),
+        (("c.toml", "--resume", "nobody"), 8, "there is no run nobody"),
+    ):
+        done = cli("train", "start", *words, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count(b"\n")) == (code, 1), done.stderr
+        assert says in done.stderr.decode()
+        assert b"hush" not in done.stderr
+    assert cli("train", "stop").returncode == 8
+    assert cli("train", "logs").returncode == 8
+    assert cli("train", "status", "nobody").returncode == 8
+
+
+def test_a_secret_goes_nowhere_but_to_the_trainer(place: Container, cli: Cli, tmp_path: Path, shell: Shell) -> None:
+    (tmp_path / "c.toml").write_text("environment = yes")
+    (tmp_path / "secrets.env").write_text("TOKEN=hushhush\n")
+    started = cli("--debug", "train", "start", str(tmp_path / "c.toml"), "--env-file", str(tmp_path / "secrets.env"))
+    assert started.returncode == 0
+    assert b"hushhush" not in started.stdout + started.stderr
+    retry_until(lambda: b"step" in log_of(shell, place, "train"))
+    script = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /var/log/* 2>/dev/null; true"
+    assert b"hushhush" not in shell.run(place.host, Command(("sh", "-c", script))).out
+    found = inside(shell, place, "grep", "-rl", "hushhush", place.path).decode().split()
+    assert {Path(file).name for file in found} == {"env", "environment"}
+    (run,) = train.list_runs(shell, place)
+    assert json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/run.json"))["env_names"] == ["TOKEN"]
+
+
+def test_no_tmux(sandbox: SandboxState, place: Container, shell: Shell) -> None:
+    # `which` finds tmux by PATH, which the start command says itself: a container without it is one with another PATH.
+    command = runs.start_command(place, StartRequest("a", "", "mine.toml"), runs.new_run_id("a"))
+    result = shell.run(place, replace(command, env={"PATH": "/nowhere"}))
+    assert result.code == 6
+    assert b"no tmux" in result.out
+    assert train.list_runs(shell, place) == []
+
+
+# -- crashes
+
+
+def test_a_killed_supervisor_is_lost_never_running(place: Container, cli: Cli, shell: Shell) -> None:
+    run = begin(shell, place, config="sigterm = ignored\npause = 0.02\nchild = yes")
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(cli, "train", "logs", "-f", run.id)
+        time.sleep(1)
+        kill(shell, place, run.id, "supervisor")
+        told = cli("train", "status", run.id)
+        assert b"is lost" in told.stdout and b"running" not in told.stdout
+        assert following.result().returncode == 100
+    assert b"still alive" in told.stdout
+    listed = json.loads(cli("train", "list", "--json").stdout)["runs"]
+    assert [it["state"] for it in listed] == ["lost"]
+    assert cli("train", "wait", run.id).returncode == 100
+    done = cli("train", "stop", run.id, "--grace", "0.2")
+    assert done.returncode == 0, done.stderr
+    assert train.status(shell, place, run.id).processes == ()
+    assert cli("train", "stop", run.id).returncode == 8
+
+
+def test_a_dead_parents_living_child_is_found_and_freed_by_the_next_start(place: Container, shell: Shell) -> None:
+    run = begin(shell, place, config="child = yes\nsigterm = ignored\npause = 100", gpus=(0,))
+    for who in ("supervisor", "child"):
+        kill(shell, place, run.id, who)
+
+    def seen() -> gpus.GpuStatus:
+        return status.gpu_status(shell, place.host, [place])
+
+    found = retry_until(lambda: (it := seen()) and any(p.kind == "dead" for p in it.processes) and it)
+    dead = next(it for it in found.processes if it.kind == "dead")
+    heir = next(it for it in found.processes if it.kind == "stale")
+    assert dead.held_by == (heir.pid,)
+    assert (dead.run_id, dead.used_mib, heir.run_id, heir.vmid, heir.used_mib) == (run.id, 1542.0, run.id, 200, None)
+    assert heir.age_s is not None and heir.age_s >= 0 and heir.container_pid is not None
+    started = train.start(shell, place, StartRequest("b", "", "mine.toml", gpus=(0,)))
+    assert [it.pid for it in started.freed] == [heir.container_pid]
+    retry_until(lambda: not [it for it in seen().processes if it.run_id == run.id])
+    used = {gpu.in_container[200]: gpu.used_mib for gpu in seen().gpus}
+    assert (used[0], used[1]) == (1551.0, 0.0)
+
+
+# -- links that break
+
+
+@pytest.mark.parametrize("on", [(0,), ()], ids=["behind the lock of its GPU", "without a GPU"])
+def test_a_start_whose_answer_is_lost_starts_one_trainer(
+    place: Container, shell: Shell, tmp_path: Path, on: tuple[int, ...]
+) -> None:
+    with Proxy(place.host, tmp_path) as proxy, Shell() as other:
+
+        def cut_when_it_is_under_way() -> None:
+            retry_until(lambda: shell.run(place, Command(("sh", "-c", f"ls -d {place.path}/runs/.a-*"))).code == 0)
+            proxy.cut()
+
+        cutter = threading.Thread(target=cut_when_it_is_under_way)
+        cutter.start()
+        request = StartRequest("a", "check_seconds = 1.5", "mine.toml", gpus=on)
+        started = train.start(other, proxy.before(place), request)
+        cutter.join()
+    assert started.existing
+    assert [run.id for run in train.list_runs(shell, place)] == [started.run.id]
+    assert started.run.state is RunState.RUNNING
+
+
+def test_a_followed_log_goes_on_where_the_link_broke(place: Container, shell: Shell, tmp_path: Path) -> None:
+    run = begin(shell, place, config="pause = 0.01\nwidth = 300")
+    got, breaks = bytearray(), list[str]()
+    with Proxy(place.host, tmp_path) as proxy, Shell() as other, ThreadPoolExecutor(1) as pool:
+        far = proxy.before(place)
+        following = pool.submit(train.logs, other, far, "a", on_out=got.extend, follow=True, on_break=breaks.append)
+        for _ in range(2):
+            had = len(got)
+            retry_until(lambda had=had: len(got) > had + 1000)
+            proxy.cut()
+        had = len(got)
+        retry_until(lambda: len(got) > had)
+        train.stop(shell, place, run.id)
+        ended = following.result(30)
+    assert ended.state is RunState.STOPPED
+    assert len(breaks) >= 2
+    assert bytes(got) == log_of(shell, place, run.id)
+
+
+# -- the log, the window, verdicts
+
+
+def test_verdicts_and_exit_codes(place: Container, cli: Cli, tmp_path: Path, shell: Shell) -> None:
+    def ran(name: str, config: str) -> None:
+        (tmp_path / "c.toml").write_text(config)
+        done = cli("train", "start", str(tmp_path / "c.toml"), "--name", name)
+        assert done.returncode == 0, done.stderr
+
+    ran("good", "steps = 2")
+    assert (cli("train", "logs", "-f", "good").returncode, cli("train", "wait", "good").returncode) == (0, 0)
+    ran("bad", "steps = 2\ncode = 42")
+    assert (cli("train", "logs", "-f", "bad").returncode, cli("train", "wait", "bad").returncode) == (100, 42)
+    ran("long", "")
+    assert cli("train", "wait", "--timeout", "0.1").returncode == 101
+    assert cli("train", "start", str(tmp_path / "c.toml"), "--name", "long").returncode == 7
+    assert cli("train", "stop").returncode == 0
+    assert (cli("train", "logs", "-f", "long").returncode, cli("train", "wait", "long").returncode) == (103, 103)
+    assert cli("train", "logs", "long").returncode == 0
+    shown = cli("train", "status", "bad").stdout.decode()
+    assert "exit code 42" in shown and "| step 2" in shown
+    with pytest.raises(NotFoundError):
+        train.stop(shell, place, "good")
+
+
+def test_ctrl_c_leaves_the_log_and_the_run_goes_on(place: Container, cli: Cli, shell: Shell) -> None:
+    begin(shell, place)
+    with cli.start("train", "logs", "-f") as follower:
+        assert follower.stdout and follower.stderr
+        follower.stdout.readline()
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait(20) == 130
+        assert b"the run goes on" in follower.stderr.read()
+    assert train.newest(shell, place).state is RunState.RUNNING
+    followers = b"dflash_ops.remote follow"
+    retry_until(lambda: followers not in shell.run(place.host, Command(("sh", "-c", "cat /proc/*/cmdline"))).out)
+
+
+def test_a_binary_log_arrives_byte_for_byte(place: Container, cli: Cli, shell: Shell) -> None:
+    run = begin(shell, place, config="binary = yes\nsteps = 3")
+    shown = cli("train", "logs", "-f").stdout
+    assert shown == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
+    assert bytes(range(256)) * 1000 in shown
+    assert cli("train", "logs", "-n", "2").stdout == b"step 3 \nsaved\n"
+
+
+def test_the_window_in_the_container(place: Container, shell: Shell) -> None:
+    run = begin(shell, place, name="w")
+
+    def pane() -> bytes:
+        return inside(shell, place, "tmux", "-L", "dflash", "capture-pane", "-p", "-t", "=dflash-w:")
+
+    def press(*keys: str) -> None:
+        inside(shell, place, "tmux", "-L", "dflash", "send-keys", "-t", "=dflash-w:", *keys)
+
+    retry_until(lambda: b"step 2" in pane())
+    press("C-c")
+    retry_until(lambda: b"[y/N]" in pane())
+    press("y", "Enter")
+    retry_until(lambda: train.status(shell, place, run.id).state is RunState.STOPPED)
+
+
+def test_a_pretty_terminal(place: Container, cli: Cli, shell: Shell) -> None:
+    """On a terminal a binary log can't send escape sequences."""
+    begin(shell, place, config="binary = yes\nsteps = 3")
+    reading, writing = os.openpty()
+    with subprocess.Popen(
+        cli.words("train", "logs", "-f"), stdout=writing, stderr=writing, env=cli.environment()
+    ) as it:
+        os.close(writing)
+        got = bytearray()
+        try:
+            while data := os.read(reading, 65536):
+                got += data
+        except OSError:  # a pseudo terminal's end
+            pass
+        assert it.wait() == 0
+    os.close(reading)
+    assert b"step 3" in got and b"finished" in got
+    assert not set(got) & set(range(8)) and b"\x1b" not in got
