@@ -3,10 +3,10 @@
     with Shell() as shell:
         result = shell.run(container, Command(("nvidia-smi", "-L")))
 
-One connection per host, opened when first needed, with many channels; safe to use from several threads. A `Result` of a
-container's command means that the command ran in there: when the container is stopped or missing, that is raised.
-A command in a container outlives its connection: TimedOutError and UnreachableError say that we stopped waiting, not
-that it has ended.
+One connection per host, opened when first needed and anew after a break, with many channels; safe to use from several
+threads. A `Result` of a container's command means that the command ran in there: when the container is stopped or
+missing, that is raised. A command in a container outlives its connection: TimedOutError and LinkLostError say that we
+stopped waiting, not that it has ended.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ _STAGES = "/var/tmp/dflash-ops-stage-"
 _STAGE_SCRIPT = (
     "umask 077; exec 8>/run/lock/dflash-ops-stage.lock && flock -w 30 8 || exit 7; "
     f"for old in {_STAGES}*; do "
-    'if [ -d "$old" ] && [ -O "$old" ] && flock -n "$old" true; then rm -rf -- "$old"; fi; done; '
+    'if [ -L "$old" ] || [ -f "$old" ]; then :; '
+    'elif [ -O "$old" ] && flock -n "$old" true; then rm -rf -- "$old"; fi; done; '
     f"stage=$(mktemp -d {_STAGES}XXXXXXXX) || exit 6; "
     'exec 9<"$stage" && flock -n 9 || exit 1; exec 8>&-; '
     "trap 'rm -rf -- \"$stage\"' EXIT; trap 'exit 1' HUP INT TERM; "
@@ -101,7 +102,7 @@ class LocalProcess:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self.close_stdin()
+        # stdin is closed by whoever writes to it: a descriptor closed under a writer could be somebody else's by then.
         self._selector.close()
         self._out.close()
         self._err.close()
@@ -150,6 +151,7 @@ class Conversation:
             yield
         finally:
             done.set()
+            thread.join(_BEAT_SECONDS)
 
     def finish(self, *, timeout: float | None = None) -> Result:
         """Ends its stdin, waits for its end, and gives what it left unheard."""
@@ -436,7 +438,7 @@ class Shell:
 
         known = self._known(host)
         with known.lock:
-            if known.link is None:
+            if known.link is None or not known.link.is_open:
                 known.link = connect(host, timeout=self._connect_timeout)
             return known.link
 

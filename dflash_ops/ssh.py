@@ -39,8 +39,8 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 class Link:
     """One open connection to one host, with as many channels as asked for at once.
 
-    A thread asks the server for a sign of life every 5 s; `check` raises once the last answer is too old, so that a
-    pulled cable and a frozen server are noticed whatever the caller waits for.
+    One thread asks the server for a sign of life every 5 s, another closes the connection once the last answer is 15 s
+    old: whatever anybody waits for on it ends then, so that a pulled cable and a frozen server are noticed.
     """
 
     def __init__(self, host: Host, connection: Any) -> None:
@@ -49,26 +49,35 @@ class Link:
         self._transport: Any = connection.transport
         self._answered_at = time.monotonic()
         self._closed = threading.Event()
+        self._why_closed = "the connection was closed"
         with contextlib.suppress(OSError, AttributeError):  # a jump's socket is a channel and has no such option
             self._transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=self._keep_alive, name=f"keepalive {host}", daemon=True).start()
+        for work in (self._keep_alive, self._watch):
+            threading.Thread(target=work, name=f"{work.__name__.strip('_')} {host}", daemon=True).start()
 
     def _keep_alive(self) -> None:
         while not self._closed.wait(KEEPALIVE_SECONDS):
             with contextlib.suppress(Exception):  # a broken transport: `check` and the channels say so
-                self._transport.global_request("keepalive@openssh.com", wait=True)
+                self._transport.global_request("keepalive@openssh.com", wait=True)  # returns when answered, or broken
             if not self._transport.is_active():
                 return
             self._answered_at = time.monotonic()
 
+    def _watch(self) -> None:
+        while not self._closed.wait(KEEPALIVE_SECONDS / 5):
+            silent_s = time.monotonic() - self._answered_at
+            if silent_s > DEAD_AFTER_SECONDS:
+                self._why_closed = f"no sign of life for {silent_s:.0f} s"
+                self.close()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._transport.is_active())
+
     def check(self) -> None:
-        """Raises LinkLostError when the link is broken or the server has gone silent."""
-        silent_s = time.monotonic() - self._answered_at
-        if silent_s > DEAD_AFTER_SECONDS:
-            self.close()
-            raise self.lost(f"no sign of life for {silent_s:.0f} s")
-        if not self._transport.is_active():
-            raise self.lost("the connection was closed")
+        """Raises LinkLostError when the link is broken."""
+        if not self.is_open:
+            raise self.lost(self._why_closed)
 
     def lost(self, why: str) -> LinkLostError:
         return LinkLostError(
@@ -90,7 +99,7 @@ class Link:
 
     @contextlib.contextmanager
     def sftp(self) -> Generator[paramiko.SFTPClient, None, None]:
-        """An SFTP session whose every wait is bounded; a break of the link raises UnreachableError."""
+        """An SFTP session whose every wait is bounded; a break of the link raises LinkLostError."""
         self.check()
         client: paramiko.SFTPClient | None = None
         try:
@@ -138,21 +147,25 @@ class RemoteProcess:
 
     def write(self, data: bytes) -> None:
         """Blocks while the other side does not read; OSError once it has ended."""
-        self._channel.sendall(data)
+        try:
+            self._channel.sendall(data)
+        except (EOFError, paramiko.SSHException) as error:
+            raise BrokenPipeError(str(error)) from error
 
     def close_stdin(self) -> None:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # it has ended already
             self._channel.shutdown_write()
 
     def code(self, seconds: float) -> int | None:
-        """The exit code; None when there is none yet. UnreachableError when the link broke before it came."""
+        """The exit code; None when there is none yet. LinkLostError when the link broke before it came."""
         if not self._channel.status_event.wait(seconds):
             self._link.check()
             return None
         code = int(self._channel.exit_status)
         if code == -1:
+            # No code, but the link lives: a signal ended it on the host. ssh too says 255 then, and paramiko not which.
             self._link.check()
-            raise self._link.lost("the command's exit code never came")
+            return 255
         return code
 
     def resize(self, columns: int, rows: int) -> None:
