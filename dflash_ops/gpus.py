@@ -146,7 +146,7 @@ def _probe(python: str, path: str | None, queries: Mapping[str, Sequence[str]]) 
 
 def number(text: str) -> float | None:
     """The number; None for the bracketed non-values ([N/A], [Not Supported], [GPU is lost]) and for ERR!."""
-    match = re.match(r"^-?\d+(\.\d+)?$", text.strip(), re.ASCII)
+    match = re.fullmatch(r"-?\d+(\.\d+)?", text.strip(), re.ASCII)
     return float(match.group()) if match else None
 
 

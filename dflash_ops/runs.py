@@ -34,8 +34,8 @@ RUN_FAILED, STILL_RUNNING, CANCELLED = 100, 101, 103
 LOCK_FILE = "/run/lock/dflash-ops-gpu-{index}.lock"
 LOCK_TAKEN = 7
 
-_NAME = re.compile(r"^[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?$")
-_ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KILLED_WHEN_ASKED = {0, 128 + 2, 128 + 9, 128 + 15}
 
 
@@ -194,7 +194,7 @@ class Stopped:
 
 def check_name(name: str) -> str:
     """The name; UsageFault when it can't be one."""
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise UsageFault(
             f"a run can't be called {name!r}",
             why="a name has lower-case letters, digits and inner dashes, at most 40",
@@ -242,7 +242,7 @@ def env_names(text: str, file: str) -> list[str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, sign, _ = line.partition("=")
-        if not sign or not _ENV_NAME.match(name.strip()):
+        if not sign or not _ENV_NAME.fullmatch(name.strip()):
             raise ConfigError(
                 "the env file has a line that sets nothing", where=f"{file}:{number}", next="write it as KEY=VALUE"
             )

@@ -20,7 +20,7 @@ PROC = Path("/proc")
 RUN_ID = b"DFLASH_RUN_ID"
 RUN_DIR = b"DFLASH_RUN_DIR"
 
-_DEVICE = re.compile(r"^/dev/nvidia(\d+)$")
+_DEVICE = re.compile(r"/dev/nvidia(\d+)")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def open_files(pid: int) -> list[str]:
 
 def device_minors(links: Iterable[str]) -> list[int]:
     """The N of every /dev/nvidiaN among the links; /dev/nvidiactl and /dev/nvidia-uvm have none."""
-    found = (_DEVICE.match(link) for link in links)
+    found = (_DEVICE.fullmatch(link) for link in links)
     return sorted({int(match.group(1)) for match in found if match})
 
 

@@ -24,7 +24,7 @@ from dflash_ops.remote import processes
 SCHEMA_VERSION = 1
 EXIT_CODES = {"failed": 1, "config": 3, "preflight": 6, "busy": 7, "not_found": 8}
 
-_RUN_ID = re.compile(r"^[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}$")
+_RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}")
 _STARTING_SECONDS = 60.0
 
 
@@ -123,7 +123,7 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
 def folders(path: Path) -> list[Path]:
     """The run folders, oldest first (ids end in their time)."""
     try:
-        found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.match(folder.name)]
+        found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.fullmatch(folder.name)]
     except FileNotFoundError:
         return []
     return sorted(found, key=lambda folder: folder.name[-20:])
@@ -176,7 +176,9 @@ def facts(folder: Path, boot: str) -> dict[str, Any]:
 def checkpoints(folder: Path) -> list[str]:
     """Names of the run's checkpoints, oldest first."""
     try:
-        return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if re.match(r"^step-\d+$", entry.name))
+        return sorted(
+            entry.name for entry in (folder / "checkpoints").iterdir() if re.fullmatch(r"step-\d+", entry.name)
+        )
     except OSError:
         return []
 

@@ -1,0 +1,224 @@
+"""nvidia-smi and /proc, read and joined: on samples from real machines, and on generated input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ops import gpus, render_runs
+
+SAMPLES = sorted((Path(__file__).parents[1] / "samples" / "gpus.join").glob("*.json"))
+UUIDS = ("GPU-00000000-0000-0000-0000-000000000000", "GPU-11111111-1111-1111-1111-111111111111")
+RUN = "a-20261129-120000-abcd"
+
+
+@pytest.mark.parametrize("file", SAMPLES, ids=lambda file: file.stem)
+def test_samples(file: Path) -> None:
+    sample = json.loads(file.read_text())
+    containers = {int(vmid): inside for vmid, inside in sample["containers"].items()}
+    status = gpus.join("lab", sample["view"], containers)
+    assert json.loads(json.dumps(status.to_json())) == sample["status"]
+    render_runs.show_gpus(status)
+
+
+def test_there_are_samples() -> None:
+    assert len(SAMPLES) >= 5
+
+
+# -- nvidia-smi's words
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("42", 42.0), ("122.30", 122.3), (" 7 ", 7.0), ("-1", -1.0)]
+    + [(word, None) for word in ("[N/A]", "N/A", "[Not Supported]", "[GPU is lost]", "ERR!", "", "0x0", "1e9", "nan")],
+)
+def test_number(text: str, value: float | None) -> None:
+    assert gpus.number(text) == value
+
+
+def test_a_sick_gpu_and_noise_between() -> None:
+    csv = (
+        "WARNING: infoROM is corrupted at gpu 0000:01:00.0\n"
+        f"0, {UUIDS[0]}, NVIDIA X, 00000000:01:00.0, 580.1, [N/A], [Unknown Error], 24576, ERR!, [N/A], [GPU is lost]\n"
+        "Unable to determine the device handle for GPU1: 0000:02:00.0: Unknown Error\n"
+    )
+    (gpu,) = gpus.parse_gpus(csv)
+    assert (gpu.load_percent, gpu.used_mib, gpu.total_mib, gpu.temperature_c) == (None, None, 24576.0, None)
+    assert (gpu.power_w, gpu.power_limit_w) == (None, None)
+
+
+@given(st.text(), st.text())
+def test_any_answer_can_be_read(gpu_text: str, app_text: str) -> None:
+    gpus.parse_gpus(gpu_text)
+    gpus.parse_apps(app_text)
+    gpus.parse_indices(gpu_text)
+
+
+_words = st.text(st.characters(exclude_characters="\n\r,", exclude_categories=["Cs", "Cc"]), min_size=1).map(str.strip)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(UUIDS),
+            st.integers(1, 4_194_304),
+            st.none() | st.integers(0, 200_000),
+            st.lists(_words, min_size=1, max_size=4).map(",".join),
+        )
+    )
+)
+def test_apps_survive_the_way_there_and_back(rows: list[tuple[str, int, int | None, str]]) -> None:
+    csv = "".join(f"{uuid}, {pid}, {'[N/A]' if mib is None else mib}, {name}\n" for uuid, pid, mib, name in rows)
+    read = [(app.gpu_uuid, app.pid, app.used_mib, app.name) for app in gpus.parse_apps(csv)]
+    assert read == [(uuid, pid, mib, name.strip()) for uuid, pid, mib, name in rows]
+
+
+# -- joining
+
+
+def gpu_line(index: int) -> str:
+    return f"{index}, {UUIDS[index]}, NVIDIA X, 00000000:0{index + 1}:00.0, 580.1, 0, 0, 24576, 30, 15, 300\n"
+
+
+def host_view(*, apps: str = "", holders: tuple[dict[str, Any], ...] = (), minors: Any = None) -> dict[str, Any]:
+    return {
+        "pid_namespace": "pid:[1]",
+        "smi": {
+            "gpus": {"code": 0, "out": gpu_line(0) + gpu_line(1), "why": ""},
+            "apps": {"code": 0, "out": apps, "why": ""},
+        },
+        "minors": minors or {},
+        "holders": list(holders),
+    }
+
+
+def holder(pid: int, **more: Any) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "start": 1,
+        "state": "S",
+        "wchan": None,
+        "command": "python",
+        "parent": 1,
+        "group": pid,
+        "namespace_pids": [pid, pid - 1000],
+        "pid_namespace": "pid:[200]",
+        "vmid": None,
+        "minors": [0],
+        "locks": [],
+        "locks_for": None,
+        "run_id": None,
+        "run_dir": None,
+        "age_s": 5.0,
+        **more,
+    }
+
+
+def container_view(*, alive: bool = True, indices: str = "") -> dict[str, Any]:
+    facts = {
+        "run_id": RUN,
+        "run": {},
+        "state": {},
+        "exit": None if alive else {"code": 0},
+        "status": None,
+        "supervisor_alive": alive,
+        "child_alive": alive,
+        "starting": False,
+        "log_bytes": 0,
+        "checkpoints": [],
+    }
+    smi = {"gpus": {"code": 0, "out": indices, "why": ""}}
+    return {"pid_namespace": "pid:[200]", "smi": smi, "minors": {}, "holders": [], "runs": [facts]}
+
+
+@pytest.mark.parametrize(
+    ("who", "inside", "kind", "stale"),
+    [
+        (holder(2000, run_id=RUN), container_view(), "run", False),
+        (holder(2000, run_id=RUN), container_view(alive=False), "stale", True),
+        (holder(2000, run_id="b-20261129-120000-abcd"), container_view(), "container", False),
+        (holder(2000), container_view(), "container", False),
+        (holder(2000, run_id=RUN, pid_namespace="pid:[9]", vmid=201), container_view(alive=False), "container", False),
+        (holder(2000, pid_namespace="pid:[1]", namespace_pids=[2000]), container_view(), "host", False),
+    ],
+)
+def test_kinds(who: dict[str, Any], inside: dict[str, Any], kind: str, stale: bool) -> None:
+    view = host_view(holders=(who,), apps=f"{UUIDS[0]}, 2000, 512, python\n")
+    (process,) = gpus.join("lab", view, {200: inside}).processes
+    assert (process.kind, process.stale, process.used_mib) == (kind, stale, 512.0)
+    assert process.container_pid == (None if kind == "host" else 1000)
+
+
+def test_indices_differ_between_host_and_container() -> None:
+    inside = container_view(indices=f"0, {UUIDS[1]}\n")
+    minors = {"0000:01:00.0": 1, "0000:02:00.0": 0}  # the driver numbers its nodes the other way round
+    status = gpus.join("lab", host_view(holders=(holder(2000, minors=[0]),), minors=minors), {200: inside})
+    assert [dict(gpu.in_container) for gpu in status.gpus] == [{}, {200: 0}]
+    assert [process.gpu_uuid for process in status.processes] == [UUIDS[1]]
+
+
+def test_a_monitor_on_the_host_is_no_user() -> None:
+    monitor = holder(9, pid_namespace="pid:[1]", namespace_pids=[9], minors=[0, 1])
+    assert gpus.join("lab", host_view(holders=(monitor,)), {}).processes == ()
+
+
+def test_a_dead_parents_own_child_is_told_from_a_neighbour() -> None:
+    neighbour, child = holder(3000), holder(3001, group=2999, run_id=RUN)
+    view = host_view(holders=(neighbour, child), apps=f"{UUIDS[0]}, 2999, 1542, [Not Found]\n")
+    dead = gpus.join("lab", view, {200: container_view(alive=False)}).processes[-1]
+    assert (dead.kind, dead.pid, dead.held_by, dead.run_id, dead.used_mib) == ("dead", 2999, (3001,), RUN, 1542.0)
+
+
+def test_memory_of_nobody_we_see() -> None:
+    (dead,) = gpus.join("lab", host_view(apps=f"{UUIDS[0]}, 77, [N/A], [Not Found]\n"), {}).processes
+    assert (dead.kind, dead.held_by, dead.used_mib) == ("dead", (), None)
+
+
+def test_a_hung_driver_is_a_finding() -> None:
+    view = host_view()
+    view["smi"]["gpus"] = {"code": None, "out": "", "why": "nvidia-smi gave no answer in 10 s"}
+    status = gpus.join("lab", view, {})
+    assert status.gpus == ()
+    assert status.problems == ("lab: gpus: nvidia-smi gave no answer in 10 s",)
+
+
+def test_lock_holders() -> None:
+    supervisor = holder(50, minors=[], locks=[0, 1], locks_for=RUN, vmid=200)
+    assert gpus.lock_holders(host_view(holders=(supervisor,))) == [
+        gpus.LockHolder(0, 50, RUN, 200),
+        gpus.LockHolder(1, 50, RUN, 200),
+    ]
+
+
+_scene = st.lists(
+    st.builds(
+        lambda pid, **more: holder(pid, **more),
+        st.integers(1001, 1020),
+        minors=st.lists(st.integers(0, 3), max_size=3),
+        run_id=st.sampled_from([None, RUN, "b-20261129-120000-abcd"]),
+        pid_namespace=st.sampled_from(["pid:[1]", "pid:[200]", "pid:[7]", ""]),
+        group=st.integers(1001, 1020),
+    ),
+    unique_by=lambda it: it["pid"],
+    max_size=6,
+)
+_charges = st.lists(st.tuples(st.sampled_from(UUIDS), st.integers(1001, 1020)), unique=True, max_size=6)
+
+
+@given(_scene, _charges, st.booleans())
+def test_every_charge_is_told_once_and_nothing_foreign_is_stale(
+    scene: list[dict[str, Any]], charges: list[tuple[str, int]], alive: bool
+) -> None:
+    apps = "".join(f"{uuid}, {pid}, 100, python\n" for uuid, pid in charges)
+    status = gpus.join("lab", host_view(holders=tuple(scene), apps=apps), {200: container_view(alive=alive)})
+    told = [(process.gpu_uuid, process.pid) for process in status.processes if process.used_mib is not None]
+    assert sorted(told) == sorted(charges)
+    assert sum(process.used_mib or 0 for process in status.processes) == 100 * len(charges)
+    for process in status.processes:
+        if process.stale:
+            assert (process.run_id, process.vmid, alive) == (RUN, 200, False)
+    json.dumps(status.to_json(), allow_nan=False)

@@ -1,0 +1,203 @@
+"""Runs as values: ids, what facts mean, what an answer says."""
+
+import json
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ops import render_runs, runs
+from dflash_ops.command import Command, Container, Host, Result, line
+from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
+from dflash_ops.remote import rundir
+from dflash_ops.runs import RunState, StartRequest
+
+BOX = Container(Host("lab", "lab"), 200, gpus=(3, 1))
+STATUS = {"state": "training", "step": 7, "total_steps": 10, "updated_at": "2026-11-29T12:00:00Z"}
+FINISHED = {**STATUS, "state": "finished"}
+
+
+def facts(**more: Any) -> dict[str, Any]:
+    return {
+        "run_id": "a-b-20261129-120000-abcd",
+        "run": {"release": "r1", "gpus": [0], "created_at": "2026-11-29T12:00:00.000Z", "resumes": None},
+        "state": {},
+        "exit": None,
+        "status": STATUS,
+        "supervisor_alive": False,
+        "child_alive": False,
+        "starting": False,
+        "log_bytes": 3,
+        "checkpoints": ["step-00000005"],
+        **more,
+    }
+
+
+def ended(code: int | None, *, stopped: bool = False, signal: int | None = None) -> dict[str, Any]:
+    return {"code": code, "signal": signal, "stopped": stopped, "ended_at": "x", "seconds": 1.0, "last_lines": ["end"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "state", "exit_code", "own_code"),
+    [
+        ({"supervisor_alive": True}, RunState.RUNNING, 101, 101),
+        ({"starting": True}, RunState.STARTING, 101, 101),
+        ({}, RunState.LOST, 100, 100),
+        ({"child_alive": True}, RunState.LOST, 100, 100),
+        ({"exit": ended(0), "status": FINISHED}, RunState.FINISHED, 0, 0),
+        ({"exit": ended(0), "supervisor_alive": True}, RunState.FINISHED, 0, 0),
+        ({"exit": ended(7)}, RunState.FAILED, 100, 7),
+        ({"exit": ended(137, signal=9)}, RunState.FAILED, 100, 137),
+        ({"exit": ended(0, stopped=True)}, RunState.STOPPED, 103, 103),
+        ({"exit": ended(137, stopped=True, signal=9)}, RunState.STOPPED, 103, 103),
+        ({"exit": ended(143, stopped=True, signal=15)}, RunState.STOPPED, 103, 103),
+        ({"exit": ended(None, stopped=True)}, RunState.STOPPED, 103, 103),
+        # Asked to stop, but it crashed; asked to stop, but it had just finished.
+        ({"exit": ended(1, stopped=True)}, RunState.FAILED, 100, 1),
+        ({"exit": ended(0, stopped=True), "status": FINISHED}, RunState.FINISHED, 0, 0),
+    ],
+)
+def test_what_the_facts_mean(more: dict[str, Any], state: RunState, exit_code: int, own_code: int) -> None:
+    run = runs.run_of(facts(**more))
+    assert (run.state, run.exit_code, run.own_code) == (state, exit_code, own_code)
+    assert run.name == "a-b"
+    assert run.id in run.verdict() and state.value in run.verdict() and "step 7/10" in run.verdict()
+    record = json.loads(json.dumps(run.to_json()))
+    assert (record["schema_version"], record["state"], record["status"]["step"]) == (1, state.value, 7)
+    render_runs.show_runs([run])
+    render_runs.show_run(run)
+
+
+def test_missing_and_newer_records_are_no_error() -> None:
+    bare = runs.run_of(facts(run={}, status={"state": "a newer word"}, exit={}))
+    assert (bare.release, bare.status, bare.code, bare.state) == (None, None, None, RunState.FAILED)
+
+
+_moments = st.datetimes(datetime(2000, 1, 1), timezones=st.just(UTC))
+
+
+@given(st.from_regex(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True), _moments)
+def test_run_ids(name: str, moment: datetime) -> None:
+    assert runs.check_name(name) == name
+    run_id = runs.new_run_id(name, moment)
+    assert rundir.name_of(run_id) == name
+    assert re.fullmatch(rf"{name}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}", run_id)
+
+
+@pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a b", "é", "a\n", "a" * 41, "../x", "a.b"])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(UsageFault):
+        runs.check_name(name)
+
+
+def test_gpu_words() -> None:
+    assert runs.parse_gpus("all", BOX) is None
+    assert runs.parse_gpus("none", BOX) == ()
+    assert runs.parse_gpus("1,0", BOX) == (1, 0)
+    assert runs.parse_gpus("7", replace(BOX, gpus=())) == (7,)
+    for wrong in ("2", "0,0", "x", "", "0,", "-1", "0 1", "²"):
+        with pytest.raises(UsageFault):
+            runs.parse_gpus(wrong, BOX)
+
+
+def test_env_names_never_show_a_value() -> None:
+    assert runs.env_names("A=1\n# c\n\nB_2= x y \n", "f") == ["A", "B_2"]
+    with pytest.raises(ConfigError) as caught:
+        runs.env_names("A=1\nhush hush", "secrets.env")
+    assert "secrets.env:2" in str(caught.value) and "hush" not in str(caught.value)
+
+
+# -- commands
+
+
+def test_a_start_is_one_command_with_its_locks_in_the_hosts_order() -> None:
+    request = StartRequest("a", "x = 1", "c.toml", env="TOKEN=hush\n")
+    command = runs.start_command(BOX, request, "a-20261129-120000-abcd")
+    text = line(BOX, command).text.decode()
+    first, second = text.index("gpu-1.lock"), text.index("gpu-3.lock")
+    assert first < second < text.index("lxc-attach")
+    assert text.startswith("flock -n -E 7 -F /run/lock/dflash-ops-gpu-1.lock flock -n -E 7 -F ")
+    assert "a-20261129-120000-abcd" in text
+    assert b"hush" in command.stdin and "hush" not in text and "hush" not in repr(request)
+    assert b'"gpus": [0, 1]' in command.stdin
+
+
+def test_only_the_gpus_in_use_are_locked() -> None:
+    assert runs.lock_words(BOX, (0,)) == ("flock", "-n", "-E", "7", "-F", "/run/lock/dflash-ops-gpu-3.lock")
+    assert runs.lock_words(BOX, ()) == ()
+    assert runs.lock_words(replace(BOX, gpus=()), (0, 1)) == ()
+
+
+# -- answers
+
+
+def result(out: bytes, code: int = 0, err: bytes = b"") -> Result:
+    return Result(BOX, Command(("x",)), code, out, err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("config", ConfigError), ("preflight", PreflightError), ("busy", BusyError), ("not_found", NotFoundError)],
+)
+def test_refusals_become_their_errors(kind: str, error: type[OpsError]) -> None:
+    reply = {"ok": False, "kind": kind, "what": "no", "why": "because", "next": "do", "where": ""}
+    with pytest.raises(error, match=r"no \(lab / container 200\): because. Next: do"):
+        runs.answer(result(json.dumps(reply).encode(), rundir.EXIT_CODES[kind]))
+    assert rundir.EXIT_CODES[kind] == error.exit_code
+
+
+def test_an_answer_behind_noise() -> None:
+    assert runs.answer(result(b'motd\n{"ok": true, "a": 1}\n'))["a"] == 1
+
+
+@given(st.binary())
+def test_any_answer_is_an_error_of_ours_or_an_answer(out: bytes) -> None:
+    for read in (runs.answer, runs.started):
+        try:
+            read(result(out, 1, b"Traceback\nValueError: x"))
+        except OpsError as error:
+            assert error.exit_code
+    with pytest.raises(OpsError):
+        runs.log_header(out, "lab")
+
+
+def test_a_traceback_there_is_one_line_here() -> None:
+    with pytest.raises(OpsError) as caught:
+        runs.answer(result(b"", 1, b"Traceback (most recent call last):\n  File x\nValueError: bad\n"))
+    assert "ValueError: bad" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+# -- for people
+
+
+def test_spans_and_moments() -> None:
+    assert [render_runs.span(it) for it in (None, 0.4, 61, 3600, 90_061)] == [
+        None,
+        "0 s",
+        "1 m 1 s",
+        "1 h 0 m",
+        "1 d 1 h",
+    ]
+    now = datetime(2026, 11, 29, 12, 0, 5, tzinfo=UTC)
+    assert render_runs.ago("2026-11-29T12:00:00.000Z", now) == "5 s ago"
+    assert render_runs.ago("soon", now) is None
+    assert render_runs.ago(None, now) is None
+    assert render_runs.ago("2026-11-29T12:00:05.000Z", now - timedelta(seconds=2)) is not None
+
+
+@given(st.text())
+def test_nothing_but_text_and_colours_reaches_a_terminal(text: str) -> None:
+    shown = render_runs.printable(text)
+    rest = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", rest)
+
+
+def test_printable() -> None:
+    assert (
+        render_runs.printable("a\x1b[31mred\x1b[0m\tb\r\n\x1b]0;title\x07\x1b[2J\x00é")
+        == "a\x1b[31mred\x1b[0m\tb\r\n?]0;title???é"
+    )
