@@ -14,6 +14,7 @@ import typer
 from dflash_ops import cli_train, render
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
+from dflash_ops.sandbox import cli as sandbox_cli
 
 app = typer.Typer(
     name="dflash-ops",
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_train.app, name="train")
 app.command("gpu-status")(cli_train.gpu_status)
+app.add_typer(sandbox_cli.app, name="sandbox")
 
 
 @app.callback()
@@ -151,22 +153,27 @@ def run(
     inventory: InventoryFile = None,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of silence.")] = None,
 ) -> None:
-    """Run a command in the container: words, input, output and exit code are passed on as they are."""
+    """Run a command in the container, in the current release: words, input, output and exit code pass as they are."""
     from dflash_ops.command import Command
     from dflash_ops.shell import Shell
 
     if not words[0]:
         raise UsageFault("the command is an empty word", next="exec -- CMD")
+    container = find_container(inventory, target)
     with Shell() as shell:
         code = shell.stream(
-            find_container(inventory, target),
-            Command(tuple(words)),
+            container,
+            Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words)),
             on_out=_writer(1),
             on_err=_writer(2),
             stdin=0,
             timeout=timeout,
         )
     raise typer.Exit(code)
+
+
+# There `python -m trainer` is the deployed one. Before the first deploy there is no such folder, and that is no error.
+_IN_CURRENT_RELEASE = ("sh", "-c", 'cd "$1" 2>/dev/null; shift; exec "$@"', "exec")
 
 
 def _writer(descriptor: int) -> Callable[[bytes], None]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -46,11 +46,14 @@ logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 OnStep = Callable[[str], None]
 
-# What pct says while it waits for the container's lock; anything else on stderr is a failure, whatever the exit code.
-_LOCK_NOTICES = ("trying to acquire lock...", "OK")
+# What pct says when it waits for the container's lock, and when it gets it; anything else on stderr is a failure,
+# whatever the exit code.
+_WAITING, _GOT_IT = "trying to acquire lock...", "OK"
 _LOCK_TIMEOUT_CODE = 4
 _SLOWEST_BYTES_PER_SECOND = 1_000_000
 _ANSWER_SECONDS = 60.0
+# A killed deploy lets go of the lock within moments; a living one may take minutes, which nobody should wait out.
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,16 @@ def deploy(shell: Shell, container: Container, source: Source, *, on_step: OnSte
     begun = time.monotonic()
     on_step(f"reading {source}")
     commit, manifest = read(shell, source)
-    release = Release(datetime.now(UTC), commit, manifest)
-    with tempfile.TemporaryDirectory(prefix="dflash-ops-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="dflash-ops-") as folder,
+        _receiver(shell, container, "deploy", 2 * manifest.size, on_step) as (talk, ready),
+    ):
+        release = Release(later_than(ready["newest"], datetime.now(UTC)), commit, manifest)
         archive = write_archive(release, source.root, Path(folder, "release.tar"))
-        with _receiver(shell, container, "deploy", archive.size + manifest.size, on_step) as (talk, part):
-            _send(shell, container, talk, archive.file, archive.size, part, on_step)
-            on_step(f"unpacking and checking {release.id}")
-            request = {"id": release.id, "size": archive.size, "sha256": archive.sha256}
-            done = _request(shell, container, talk, request, archive.size + manifest.size)
+        _send(shell, container, archive.file, archive.size, ready["part"], on_step)
+        on_step(f"unpacking and checking {release.id}")
+        request = {"id": release.id, "size": archive.size, "sha256": archive.sha256}
+        done = _request(shell, container, talk, request, archive.size + manifest.size)
     return Deployed(
         container=str(container),
         release=release.id,
@@ -155,10 +160,10 @@ def put(
         if not file.is_file():
             raise NotFoundError("no such file to put", where=printable(str(file)), next="name a regular file")
     sent = 0
-    with _receiver(shell, container, "put", sum(file.stat().st_size for file in files), on_step) as (talk, part):
+    with _receiver(shell, container, "put", sum(file.stat().st_size for file in files), on_step) as (talk, ready):
         for file, name in zip(files, wanted, strict=True):
             size, sha256 = sha256_of(file)
-            _send(shell, container, talk, file, size, part, on_step)
+            _send(shell, container, file, size, ready["part"], on_step)
             on_step(f"checking shared/{printable(name)}")
             _request(shell, container, talk, {"target": name, "size": size, "sha256": sha256}, size)
             sent += size
@@ -187,14 +192,23 @@ def shared_names(path: str, names: list[str], target: str) -> list[str]:
     return [str(PurePosixPath(below))]
 
 
+def later_than(newest: str | None, now: datetime) -> datetime:
+    """The time of a new release: now, but after the newest one, so that ids sort by age though clocks jump, differ
+    between laptops, and count no fractions."""
+    if newest is None:
+        return now
+    before = datetime.strptime(newest[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+    return max(now, before + timedelta(seconds=1))
+
+
 # -- the conversation with receive.py
 
 
 @contextmanager
 def _receiver(
     shell: Shell, container: Container, do: str, need_bytes: int, on_step: OnStep
-) -> Generator[tuple[Conversation, str], None, None]:
-    """receive.py, holding its lock until the block ends, and where in the container it wants the file pushed."""
+) -> Generator[tuple[Conversation, dict[str, Any]], None, None]:
+    """receive.py, holding its lock until the block ends, and its first answer: where it wants files pushed."""
     on_step(f"asking {container}")
     with shell.converse(container, _command(container, {"do": do}), timeout=_ANSWER_SECONDS) as talk:
         ready = _answer(shell, container, talk)
@@ -206,12 +220,10 @@ def _receiver(
                 next=f"in the container: df -h {container.path}",
             )
         with talk.beating():
-            yield talk, ready["part"]
+            yield talk, ready
 
 
-def _send(
-    shell: Shell, container: Container, talk: Conversation, file: Path, size: int, part: str, on_step: OnStep
-) -> None:
+def _send(shell: Shell, container: Container, file: Path, size: int, part: str, on_step: OnStep) -> None:
     host = container.host
     on_step(f"staging on {host}")
     with shell.staging(host) as folder:
@@ -250,8 +262,9 @@ def _push(shell: Shell, container: Container, staged: str, part: str, size: int)
 
 def push_complaint(result: Result) -> str:
     """What pct says against a push; empty when it has nothing to say but that it waited for a lock."""
-    lines = [line.strip() for line in result.err.decode("utf-8", "replace").split("\n")]
-    return "; ".join(line for line in lines if line and line not in _LOCK_NOTICES)
+    text = result.err.decode("utf-8", "replace").replace(_WAITING, "")
+    lines = [line.strip() for line in text.split("\n")]
+    return "; ".join(line for line in lines if line and line != _GOT_IT)
 
 
 def _request(
@@ -293,7 +306,8 @@ def _query(container: Container, parameters: dict[str, Any]) -> Query[dict[str, 
 
 def _command(container: Container, parameters: dict[str, Any]) -> Command:
     client = f"{getpass.getuser()}@{socket.gethostname()}"
-    return bundle.command(container.python, "receive", {"path": container.path, "client": client, **parameters})
+    common = {"path": container.path, "client": client, "patience": _PATIENCE_SECONDS}
+    return bundle.command(container.python, "receive", {**common, **parameters})
 
 
 def _document(line: bytes) -> dict[str, Any] | None:

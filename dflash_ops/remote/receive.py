@@ -2,7 +2,10 @@
 
 `deploy` and `put` are conversations: this end takes the lock, clears what killed ones left, and says where `pct push`
 shall write; the other end says what was written there, and hears whether it is whole. A link that ends, or is silent
-for 30 s, ends the conversation and frees the lock. Standard library only, Python >= 3.9.
+for 30 s, ends the conversation and frees the lock.
+
+Parameters: path; do, the verb; client, for others to read; patience, seconds to wait for a lock; the verb's own.
+Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from dflash_ops.remote.releases import Fault
 SCHEMA_VERSION = 1
 
 _SILENCE_SECONDS = 30.0
-_LOCK_SECONDS = 10.0
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -49,7 +51,7 @@ def main(parameters: dict[str, Any]) -> int:
 def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """Hears {"id", "size", "sha256"} of the archive it has made room for; the release is current when this returns."""
     _make_folders(path)
-    with _lock(path, "deploy", parameters["client"]):
+    with _lock(path, "deploy", parameters):
         releases.remove_leftovers(path)
         with _room(path, "deploy") as part:
             request = _hear()
@@ -68,7 +70,7 @@ def put(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """Hears {"target", "size", "sha256"} of one file after the other; target is relative to <path>/shared."""
     _make_folders(path)
     done = 0
-    with _lock(path, "put", parameters["client"]):
+    with _lock(path, "put", parameters):
         for old in (path / "incoming").glob("put-*.part"):
             old.unlink()
         with _room(path, "put") as part:
@@ -92,7 +94,7 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     if not (path / "releases").is_dir():
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
     _make_folders(path)
-    with _lock(path, "deploy", parameters["client"]):
+    with _lock(path, "deploy", parameters):
         names, now = releases.names(path), releases.current(path)
         if release is None:
             older = [name for name in names if now is None or name < now]
@@ -126,10 +128,10 @@ def _make_folders(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, name: str, client: str) -> Generator[None, None, None]:
+def _lock(path: Path, name: str, parameters: dict[str, Any]) -> Generator[None, None, None]:
     """Holds <path>/locks/<name>.lock, which says who has it since when; the kernel frees it with this process."""
     with (path / "locks" / f"{name}.lock").open("a+") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + parameters["patience"]
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +147,7 @@ def _lock(path: Path, name: str, client: str) -> Generator[None, None, None]:
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with contextlib.suppress(OSError):  # the words are a courtesy; a full disk is met, and told, later
             file.truncate(0)
-            file.write(f"{client} since {since}\n")
+            file.write(f"{parameters['client']} since {since}\n")
             file.flush()
         yield
 
@@ -154,7 +156,9 @@ def _lock(path: Path, name: str, client: str) -> Generator[None, None, None]:
 def _room(path: Path, name: str) -> Generator[Path, None, None]:
     """Says where an archive or file may be pushed, and how much fits; what was pushed there is removed afterwards."""
     part = path / "incoming" / f"{name}-{secrets.token_hex(4)}.part"
-    _say({"ok": True, "event": "ready", "part": str(part), "free_bytes": shutil.disk_usage(path).free})
+    newest = releases.names(path)[-1:]
+    free = shutil.disk_usage(path).free
+    _say({"ok": True, "event": "ready", "part": str(part), "free_bytes": free, "newest": newest[0] if newest else None})
     try:
         yield part
     finally:

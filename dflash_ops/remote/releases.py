@@ -147,8 +147,10 @@ def _unpack_members(members: tarfile.TarFile, folder: Path) -> set[str]:
     got: set[str] = set()
     links: list[tuple[Path, str]] = []
     for member in members:
-        if not is_inside(member.name) or member.name in got:
+        if not is_inside(member.name):
             raise Fault("verification", "a file would leave the release", repr(member.name))
+        if member.name in got:
+            raise Fault("verification", "a file comes twice", repr(member.name))
         got.add(member.name)
         target = folder / member.name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -360,7 +360,8 @@ def test_the_users_ssh_configuration(container: Container, tmp_path: Path, monke
     folder.mkdir()
     folder.joinpath("config").write_text(
         f"Host near\n HostName {host.address}\n Port {host.port}\n User root\n IdentityFile {host.key}\n"
-        " ProxyJump none\nHost *\n ProxyJump nowhere\n IdentityFile ~/.ssh/not-there\n UserKnownHostsFile ~/.ssh/mine ~/.ssh/more\n"
+        " ProxyJump none\n"
+        "Host *\n ProxyJump nowhere\n IdentityFile ~/.ssh/not-there\n UserKnownHostsFile ~/.ssh/mine ~/.ssh/more\n"
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     with Shell() as shell, pytest.raises(HostKeyError, match=rf"is not in {folder}/mine"):
