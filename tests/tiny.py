@@ -48,7 +48,7 @@ def tiny_target(folder: Path, *, layers: int = 6, hidden: int = 64, seed: int = 
             initializer_range=0.2,  # logits of a random model far enough apart to be learned
             bos_token_id=256,
             eos_token_id=257,
-            pad_token_id=257,
+            pad_token_id=None,  # its embedding, which is also its row of the head, would stay zero
         )
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder

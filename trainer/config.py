@@ -100,7 +100,7 @@ class TrainSection(Section):
     chunk_blocks: int = Field(default=256, ge=1)
     """Blocks whose logits exist at one time; smaller saves memory, changes no result."""
     log_every: int = Field(default=1, ge=1)
-    """Steps between two records."""
+    """Steps between two records; the first and the last step make one in any case."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between two measurements on data.heldout; 0: at the end only."""
     checkpoint_every: int = Field(default=100, ge=1)

@@ -153,7 +153,7 @@ def _train(
             measured = None
             if feed.measures_after(step):
                 measured = measure(learner, islice(results, feed.heldout_batches))
-            if step % settings.log_every == 0 or step == settings.steps or measured:
+            if step % settings.log_every == 0 or step in (1, settings.steps) or measured:
                 loss, accuracy, accept, grad_norm = figures.read()
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")

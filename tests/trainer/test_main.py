@@ -1,0 +1,67 @@
+"""The trainer's command line: exit codes, and errors in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_draft import CONFIG
+
+from trainer.__main__ import main
+from trainer.checkpoint import load_drafter, save_drafter
+from trainer.draft import DraftModel
+
+
+def test_check_says_what_is_wrong_with_code_3(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_folder / "config.toml"
+    assert main(["check", str(config)]) == 0
+    assert main(["check", str(config), "--set", "train.stepz=4"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == f"{config}: good, 20 steps\n"
+    assert captured.err == f"{config}: train.stepz: unknown key; did you mean train.steps?\n"
+
+
+def test_check_prints_everything_as_json(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tiny_folder / "config.toml"), "--set", "train.steps=4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["train"]["steps"], shown["train"]["clip"], shown["draft"]["block"]) == (4, 1.0, 4)
+
+
+def test_check_imports_no_torch(tiny_folder: Path) -> None:
+    code = "import sys; from trainer.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "check", str(tiny_folder / "config.toml")]
+    assert subprocess.check_output(command, text=True).endswith("False\n")
+
+
+def test_train_refuses_a_wrong_config_before_it_makes_anything(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tiny_folder / "config.toml"), str(tmp_path / "run"), "--set", "train.lr=0"]) == 3
+    assert "train.lr: should be greater than 0, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_training_is_one_line_and_code_1(tiny_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer", "train", str(tiny_folder / "config.toml"), str(tmp_path / "run")]
+    ended = subprocess.run([*command, "--set", "data.train=none.jsonl"], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "DataError: data none.jsonl can't be read: No such file or directory\n"
+
+
+def test_export_writes_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_drafter(tmp_path / "step", DraftModel(CONFIG), CONFIG)
+    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out")]) == 0
+    model, config = load_drafter(tmp_path / "out", "cpu", torch.bfloat16)
+    assert config == CONFIG and model.fc.weight.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert main(["export", str(tmp_path / "none"), str(tmp_path / "out2")]) == 1
+    assert "CheckpointError: no drafter in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["train"]])
+def test_wrong_words_are_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2

@@ -1,0 +1,364 @@
+"""Whole trainings of a tiny target: they learn, repeat, resume bit for bit, and end well however they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import conversations, tiny_toml, write_jsonl
+
+from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
+from trainer.config import TrainConfig, load
+from trainer.data import DataError
+from trainer.records import RunDir, Status, StepRecord, read_metrics, read_status
+from trainer.train import TrainingError, train
+
+
+def config_of(folder: Path, **changes: Any) -> TrainConfig:
+    text = tiny_toml(folder / "target", folder / "train.jsonl", folder / "heldout.jsonl", **changes)
+    return load(text.encode())
+
+
+def status_of(run: Path) -> Status:
+    status = read_status(RunDir(run).status.read_bytes())
+    assert status is not None
+    return status
+
+
+def metrics_of(run: Path) -> list[StepRecord]:
+    return read_metrics(RunDir(run).metrics.read_bytes())
+
+
+def figures(records: list[StepRecord]) -> list[tuple[object, ...]]:
+    """What must repeat: everything but the times."""
+    return [(r.step, r.loss, r.accuracy, r.accept, r.lr, r.grad_norm, r.tokens, r.heldout_loss) for r in records]
+
+
+def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = RunDir(run).checkpoint(step)
+    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+
+
+def assert_same_weights(one: Path, other: Path, step: int) -> None:
+    first, second = weights_of(one, step), weights_of(other, step)
+    assert first.keys() == second.keys()
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+class StopAfter:
+    """A `say` that sets an event when a step's line comes by."""
+
+    def __init__(self, step: int) -> None:
+        self.event, self.lines = threading.Event(), list[str]()
+        self._start = f"step {step}/"
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        if line.startswith(self._start):
+            self.event.set()
+
+
+def silent(line: str) -> None:
+    pass
+
+
+# --- learning ---
+
+
+@pytest.mark.parametrize("loss", ["d-pace", "exp-decay"])
+def test_a_tiny_target_memorises_eight_sequences(loss: str, tiny_folder: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "eight.jsonl", conversations(8, words=4))
+    changes = {"train__steps": 100, "train__rows_per_step": 8, "train__anchors": 24, "train__lr": 1e-2}
+    changes |= {"draft__layers": 2, "data__row_tokens": 64, "train__checkpoint_every": 1000, "train__log_every": 50}
+    text = tiny_toml(tiny_folder / "target", data, train__loss=loss, **changes)
+    assert train(load(text.encode()), tmp_path / "run", say=silent) == "finished"
+    status = status_of(tmp_path / "run")
+    assert status.first_loss is not None and status.loss is not None and status.loss < status.first_loss / 10
+    assert status.accept is not None and status.accept > 0.9 * 4
+    assert metrics_of(tmp_path / "run")[-1].accuracy > 0.98
+
+
+def test_what_comes_out_is_the_format_with_the_target_sizes(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=2, draft__layers=2)
+    train(config, tmp_path, say=silent)
+    model, draft = load_drafter(tmp_path / "checkpoints/step-00000002", "cpu", torch.float32)
+    assert len(model.state_dict()) == 11 * 2 + 3
+    assert (draft.hidden_size, draft.num_heads, draft.num_kv_heads, draft.vocab_size) == (64, 4, 2, 512)
+    assert draft.target_layer_ids == (1, 2, 3) and model.fc.weight.shape == (64, 3 * 64)
+    assert draft.mask_token_id == 258  # the first row of the embedding that no token uses
+
+
+def test_micro_batches_and_chunks_change_nothing_but_rounding(tiny_folder: Path, tmp_path: Path) -> None:
+    runs = {"whole": {}, "cut": {"train__micro_rows": 1, "train__chunk_blocks": 3}}
+    for name, changes in runs.items():
+        config = config_of(tiny_folder, train__steps=4, train__rows_per_step=4, train__eval_every=2, **changes)
+        train(config, tmp_path / name, say=silent)
+    for one, other in zip(metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "cut"), strict=True):
+        assert (one.step, one.tokens) == (other.step, other.tokens)
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+        assert one.heldout_loss == (None if other.heldout_loss is None else pytest.approx(other.heldout_loss, rel=1e-4))
+
+
+def test_the_records_say_what_was_done(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=6, train__log_every=4, train__eval_every=3, train__checkpoint_every=4)
+    lines: list[str] = []
+    train(config, tmp_path, say=lines.append)
+    records = metrics_of(tmp_path)
+    assert [r.step for r in records] == [1, 3, 4, 6]
+    assert [r.heldout_loss is not None for r in records] == [False, True, False, True]
+    status = status_of(tmp_path)
+    assert (status.state, status.step, status.total_steps) == ("finished", 6, 6)
+    assert (status.checkpoint, status.loss, status.error) == ("step-00000006", records[-1].loss, None)
+    assert [line for line in lines if line.startswith("step 4/6 loss ")]
+    assert lines[-1] == "finished at step 6/6"
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+# --- repeating and resuming ---
+
+
+def test_the_same_config_gives_the_same_weights_whatever_the_threads_do(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny_folder, train__steps=12, train__eval_every=5)
+    train(config, tmp_path / "one", say=silent)
+
+    import trainer.train as module
+
+    features_of = module.features_of
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.02)
+        return features_of(*args)
+
+    monkeypatch.setattr(module, "features_of", slowly)
+    train(config, tmp_path / "other", say=lambda line: time.sleep(0.03))
+    assert figures(metrics_of(tmp_path / "one")) == figures(metrics_of(tmp_path / "other"))
+    assert_same_weights(tmp_path / "one", tmp_path / "other", 12)
+
+
+def test_another_seed_gives_other_losses(tiny_folder: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        train(config_of(tiny_folder, train__steps=1, train__seed=seed), tmp_path / str(seed), say=silent)
+    assert metrics_of(tmp_path / "0")[0].loss != metrics_of(tmp_path / "1")[0].loss
+
+
+@pytest.mark.parametrize("into", ["the same run", "a new run"])
+def test_a_stopped_training_resumes_bit_for_bit(into: str, tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=14, train__eval_every=4, train__micro_rows=1)
+    train(config, tmp_path / "whole", say=silent)
+
+    part = StopAfter(6)
+    assert train(config, tmp_path / "part", stop=part.event, say=part) == "stopped"
+    stopped = status_of(tmp_path / "part")
+    assert (stopped.state, stopped.step, stopped.checkpoint) == ("stopped", 6, "step-00000006")
+    assert part.lines[-2:] == ["saved step-00000006", "stopped at step 6/14"]
+
+    rest = tmp_path / "part" if into == "the same run" else tmp_path / "rest"
+    assert train(config, rest, resume=tmp_path / "part", say=silent) == "finished"
+    expected = figures(metrics_of(tmp_path / "whole"))
+    assert figures(metrics_of(rest)) == (expected if into == "the same run" else expected[6:])
+    assert_same_weights(tmp_path / "whole", rest, 14)
+    assert status_of(rest).first_loss == status_of(tmp_path / "whole").first_loss
+
+
+def test_a_finished_run_started_again_does_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=3)
+    train(config, tmp_path, say=silent)
+    before, metrics = status_of(tmp_path), metrics_of(tmp_path)
+    assert train(config, tmp_path, say=silent) == "finished"
+    assert status_of(tmp_path).model_copy(update={"updated_at": before.updated_at}) == before.model_copy(
+        update={"heldout_loss": None, "heldout_accept": None}
+    )
+    assert metrics_of(tmp_path) == metrics
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=8, train__checkpoint_every=4)
+    train(config, tmp_path / "whole", say=silent)
+    train(config, tmp_path / "harmed", say=silent)
+    model = RunDir(tmp_path / "harmed").checkpoint(8) / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-8])
+    lines: list[str] = []
+    train(config, tmp_path / "harmed", say=lines.append)
+    assert any(line.startswith("checkpoint step-00000008 is damaged (model.safetensors is not what") for line in lines)
+    assert any("resuming from" in line and line.endswith("at step 4") for line in lines)
+    assert figures(metrics_of(tmp_path / "harmed")) == figures(metrics_of(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "whole", tmp_path / "harmed", 8)
+
+
+def test_changed_data_is_said_when_resuming(tiny_folder: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "train.jsonl", conversations(12))
+    text = tiny_toml(tiny_folder / "target", data, train__steps=8).encode()
+    part = StopAfter(2)
+    train(load(text), tmp_path / "run", stop=part.event, say=part)
+    write_jsonl(data, conversations(14))
+    lines: list[str] = []
+    train(load(text), tmp_path / "run", say=lines.append)
+    assert "the data has changed since then: going on with row 4 of what is there now" in lines
+
+
+def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=30, train__lr=5e-3)
+    train(config, tmp_path / "first", say=silent)
+    model, draft = load_drafter(RunDir(tmp_path / "first").checkpoint(30), "cpu", torch.float32)
+    save_drafter(tmp_path / "drafter", model, draft)
+    train(config, tmp_path / "second", init_from=tmp_path / "drafter", say=silent)
+    first, second = metrics_of(tmp_path / "first"), metrics_of(tmp_path / "second")
+    assert second[0].step == 1 and second[0].loss < first[0].loss - 1
+    with pytest.raises(CheckpointError, match="its num_layers is 1, wanted 2"):
+        train(config_of(tiny_folder, draft__layers=2), tmp_path / "x", init_from=tmp_path / "drafter", say=silent)
+
+
+# --- failing ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"draft__captured": 5}, TrainingError, "6 layers has no 5 layers between"),
+        ({"draft__target_layer_ids": [1, 9]}, TrainingError, "the target has layers 0..5"),
+        ({"draft__mask_token_id": 64}, DataError, "holds the mask token 64"),
+        ({"data__train": "/nowhere.jsonl"}, DataError, "can't be read"),
+        ({"train__device": "cuda:77"}, TrainingError, "device cuda:77 is not here"),
+    ],
+)
+def test_what_does_not_fit_fails_and_says_so_in_the_status(
+    changes: dict[str, Any], error: type[Exception], message: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        train(config_of(tiny_folder, **changes), tmp_path, say=silent)
+    status = status_of(tmp_path)
+    assert status.state == "failed" and status.error is not None and message.split("..")[0] in status.error
+
+
+def test_nothing_to_resume_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing to resume: no good checkpoint in"):
+        train(config_of(tiny_folder), tmp_path / "new", resume=tmp_path / "empty", say=silent)
+
+
+def test_a_loss_that_is_not_finite_stops_the_training(tiny_folder: Path, tmp_path: Path) -> None:
+    part = StopAfter(2)
+    config = config_of(tiny_folder, train__checkpoint_every=1)
+    train(config, tmp_path, stop=part.event, say=part)
+    model, draft = load_drafter(RunDir(tmp_path).checkpoint(2), "cpu", torch.float32)
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    save_drafter(tmp_path / "nan", model, draft)
+    with pytest.raises(TrainingError, match="step 1: loss nan"):
+        train(config, tmp_path / "run", init_from=tmp_path / "nan", say=silent)
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_an_error_in_the_target_thread_reaches_the_caller(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainer.train as module
+
+    features_of, calls = module.features_of, list[int]()
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryError("out of memory on the target's device")
+        return features_of(*args)
+
+    monkeypatch.setattr(module, "features_of", failing)
+    with pytest.raises(MemoryError):
+        train(config_of(tiny_folder), tmp_path, say=silent)
+    assert status_of(tmp_path).error == "MemoryError: out of memory on the target's device"
+    assert not [thread for thread in threading.enumerate() if thread.name in ("source", "target")]
+
+
+# --- as a process ---
+
+
+def retry_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+class Trainer:
+    """`python -m trainer train` as a process."""
+
+    def __init__(self, config: Path, run: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "trainer", "train", str(config), str(run), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.run = run
+
+    def wait_for_step(self, step: int) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
+            metrics = RunDir(self.run).metrics
+            return metrics.exists() and any(r.step >= step for r in read_metrics(metrics.read_bytes()))
+
+        retry_until(there)
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def long_config(tiny_folder: Path, tmp_path: Path) -> Path:
+    """Checkpoints now and then, and an end far enough away that a signal comes before it."""
+    data = tiny_folder / "train.jsonl"
+    text = tiny_toml(tiny_folder / "target", data, train__steps=5000, train__checkpoint_every=7, train__keep=1)
+    (tmp_path / "config.toml").write_text(text)
+    return tmp_path / "config.toml"
+
+
+def test_a_killed_trainer_resumes_bit_for_bit(long_config: Path, tmp_path: Path) -> None:
+    killed = Trainer(long_config, tmp_path / "killed")
+    killed.wait_for_step(20)
+    killed.process.kill()
+    assert killed.end()[0] == -signal.SIGKILL
+    assert status_of(tmp_path / "killed").state == "training"
+    reached = metrics_of(tmp_path / "killed")[-1].step
+
+    resumed = Trainer(long_config, tmp_path / "killed")
+    resumed.wait_for_step(reached + 5)
+    resumed.process.terminate()
+    code, output = resumed.end()
+    assert code == 0 and f"resuming from {tmp_path / 'killed' / 'checkpoints'}" in output
+
+    end = status_of(tmp_path / "killed").step
+    uninterrupted = StopAfter(end)
+    train(load(long_config), tmp_path / "whole", stop=uninterrupted.event, say=uninterrupted)
+    assert figures(metrics_of(tmp_path / "killed")) == figures(metrics_of(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "killed", tmp_path / "whole", end)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_config: Path, tmp_path: Path) -> None:
+    trainer = Trainer(long_config, tmp_path / "run")
+    trainer.wait_for_step(10)
+    os.kill(trainer.process.pid, number)
+    code, output = trainer.end()
+    status = status_of(tmp_path / "run")
+    assert code == 0, output
+    assert (status.state, status.checkpoint) == ("stopped", f"step-{status.step:08d}")
+    assert 10 <= status.step < 5000
+    assert f"{number.name}: stopping after this step" in output
+    assert metrics_of(tmp_path / "run")[-1].step == status.step
+
+
+def test_a_signal_before_the_first_step_leaves_a_checkpoint_too(long_config: Path, tmp_path: Path) -> None:
+    trainer = Trainer(long_config, tmp_path / "run")
+    # The first record is written after torch and transformers are imported, and before the target is loaded.
+    retry_until(RunDir(tmp_path / "run").status.exists)
+    os.kill(trainer.process.pid, signal.SIGTERM)
+    code, output = trainer.end()
+    status = status_of(tmp_path / "run")
+    assert code == 0, output
+    assert status.state == "stopped" and status.checkpoint == f"step-{status.step:08d}"
