@@ -184,8 +184,9 @@ def _execute(name: str, words: list[bytes], environment: Mapping[bytes, bytes]) 
 class Terminal:
     """A pseudo-terminal of the container's own, standing in for those of descriptors 0, 1, 2 that are terminals."""
 
-    def __init__(self, master: int, descriptors: list[int]) -> None:
+    def __init__(self, master: int, name: str, descriptors: list[int]) -> None:
         self.master = master
+        self.name = name
         self.descriptors = descriptors
 
     @classmethod
@@ -193,15 +194,18 @@ class Terminal:
         descriptors = [number for number in (0, 1, 2) if os.isatty(number)]
         if not descriptors:
             return None
-        master = os.open(f"/proc/{init_pid}/root/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY)
+        root = Path(f"/proc/{init_pid}/root")
+        master = os.open(root / "dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY)
         fcntl.ioctl(master, kernel.TIOCSPTLCK, struct.pack("i", 0))
-        return cls(master, descriptors)
+        number = struct.unpack("i", fcntl.ioctl(master, kernel.TIOCGPTN, b"\0" * 4))[0]
+        # Opened by the machine's root; it has to be the container's root that owns it.
+        os.chown(root / f"dev/pts/{number}", root.stat().st_uid, -1)
+        return cls(master, f"/dev/pts/{number}", descriptors)
 
     def become_controlling(self) -> None:
         """In the child, inside the container: the slave becomes its terminal."""
-        number = struct.unpack("i", fcntl.ioctl(self.master, kernel.TIOCGPTN, b"\0" * 4))[0]
         os.setsid()
-        slave = os.open(f"/dev/pts/{number}", os.O_RDWR)
+        slave = os.open(self.name, os.O_RDWR)
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         for descriptor in self.descriptors:
             os.dup2(slave, descriptor)

@@ -23,7 +23,7 @@ ETC_FILES = (
     "ca-certificates.conf",
 )  # fmt: skip
 # Bound: too many files to copy each time.
-ETC_FOLDERS = ("alternatives", "ssl/certs", "terminfo", "ld.so.conf.d")
+ETC_FOLDERS = ("alternatives", "ssl/certs", "terminfo", "ld.so.conf.d", "pam.d", "security")
 
 PRIVATE_FOLDERS = (
     "root", "opt", "srv", "home", "mnt", "media", "etc", "etc/ssl", "proc", "sys", "dev", "run", "usr", "var",
