@@ -14,7 +14,7 @@ import typer
 
 from dflash_ops import render
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
-from dflash_ops.errors import ConfigError
+from dflash_ops.errors import ConfigError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.runs import Run
@@ -57,6 +57,8 @@ def start(
     from dflash_ops.shell import Shell
 
     runs.check_name(name)
+    if as_json and follow:
+        raise UsageFault("--json prints one document, --follow a log", next="train start --json, then train logs -f")
     container = find_container(inventory, target)
     env = _text(env_file) if env_file else None
     if env is not None:

@@ -133,7 +133,8 @@ class Run:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What `train start` was asked for. gpus: container indices; None: all that the inventory declares."""
+    """What `train start` was asked for. gpus: container indices; None: all that the inventory declares, or what the
+    container has when it declares none."""
 
     name: str
     config: str
@@ -255,14 +256,15 @@ def env_names(text: str, file: str) -> list[str]:
 
 def start_command(container: Container, request: StartRequest, run_id: str) -> Command:
     """The one command of a start: GPU locks on the host, the start script in the container."""
-    gpus = tuple(range(len(container.gpus))) if request.gpus is None else request.gpus
+    declared = tuple(range(len(container.gpus))) or None
+    gpus = declared if request.gpus is None else request.gpus
     parameters = {
         "path": container.path,
         "python": container.python,
         "run_id": run_id,
         "name": request.name,
         "release": request.release,
-        "gpus": list(gpus),
+        "gpus": gpus,
         "config": request.config,
         "config_name": request.config_name,
         "env": request.env,
@@ -272,7 +274,9 @@ def start_command(container: Container, request: StartRequest, run_id: str) -> C
         "init_from": request.init_from,
         "client": request.client,
     }
-    return bundle.command(container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus))
+    return bundle.command(
+        container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus or ())
+    )
 
 
 def lock_words(container: Container, gpus: Sequence[int]) -> tuple[str, ...]:
@@ -386,7 +390,7 @@ def run_of(facts: Mapping[str, Any]) -> Run:
         name=run_id[:-21],
         state=judge(facts, status),
         release=record.get("release"),
-        gpus=tuple(record.get("gpus", ())),
+        gpus=tuple(record.get("gpus") or ()),
         created_at=record.get("created_at"),
         ended_at=end.get("ended_at"),
         seconds=end.get("seconds"),

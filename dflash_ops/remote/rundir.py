@@ -92,6 +92,23 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
+def exit_record(run_id: str, code: int | None, **more: Any) -> dict[str, Any]:
+    """An exit.json. code: as a shell tells it, None when nobody knows; `more` replaces what is not so by default."""
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "code": code,
+        "signal": None,
+        "ended_at": now(),
+        "seconds": None,
+        "stopped": False,
+        "last_lines": [],
+        "log_lost_bytes": 0,
+        "left": [],
+    }
+    return {**record, **more}
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames in the folder last through a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -69,14 +69,14 @@ def _answer(folder: Path, *, existing: bool, freed: list[dict[str, Any]], window
 
 
 def _refuse_if_busy(path: Path, parameters: dict[str, Any]) -> None:
-    wanted = set(parameters["gpus"])
+    wanted = set(parameters["gpus"] or [])
     for run in rundir.live_runs(path):
         run_id = run["run_id"]
         if rundir.name_of(run_id) == parameters["name"]:
             raise rundir.Fault(
                 "busy", f"run {run_id} goes on", "", f"dflash-ops train stop {run_id}, or another --name"
             )
-        shared = sorted(wanted & set(run["run"].get("gpus", [])))
+        shared = sorted(wanted & set(run["run"].get("gpus") or []))
         if shared:
             which = ", ".join(map(str, shared))
             raise rundir.Fault(
@@ -234,7 +234,10 @@ def _spawn_supervisor(folder: Path, python: str) -> None:
         supervisor.returncode = 0  # it outlives this script: nobody waits for it here
         return
     words = (folder / "supervisor.err").read_text(errors="replace").strip().split("\n")[-1]
+    supervisor.kill()
+    supervisor.wait()
     why = words or ("it ended at once" if settled_in_time else f"no word from it in {_SPAWN_SECONDS:.0f} s")
+    rundir.write_json(folder / "exit.json", rundir.exit_record(folder.name, 126, last_lines=[why]))
     raise rundir.Fault("failed", "the supervisor did not start", why, "dflash-ops train status", str(folder))
 
 

@@ -103,19 +103,7 @@ def _end_supervisor(folder: Path, supervisor: processes.Process) -> None:
     processes.send(supervisor, signal.SIGKILL)
     processes.wait_until(lambda: not processes.alive(supervisor.identity()), 5.0)
     if not (folder / "exit.json").exists():
-        record: dict[str, Any] = {
-            "schema_version": rundir.SCHEMA_VERSION,
-            "run_id": folder.name,
-            "code": None,
-            "signal": None,
-            "ended_at": rundir.now(),
-            "seconds": None,
-            "stopped": True,
-            "last_lines": [],
-            "log_lost_bytes": 0,
-            "left": [],
-        }
-        rundir.write_json(folder / "exit.json", record)
+        rundir.write_json(folder / "exit.json", rundir.exit_record(folder.name, None, stopped=True))
 
 
 def _ended(exit_record: dict[str, Any]) -> str:

@@ -105,7 +105,7 @@ def supervise(folder: Path) -> None:
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         log.write(f"dflash-ops: can't start {run['command'][0]}: {error.strerror}\n".encode())
-        _record(folder, reserve, log, run, code=code, signal_number=None, seconds=0.0, left=[])
+        _record(folder, reserve, log, rundir.exit_record(run["run_id"], code, seconds=0.0))
         return
     os.close(writer)
     child = processes.read(trainer.pid)
@@ -127,13 +127,14 @@ def supervise(folder: Path) -> None:
         if _Signals.stop_asked and not forwarded and child is not None:
             forwarded = processes.send(child, signal.SIGTERM)
         pump.turn(1.0)
-    seconds = time.monotonic() - began
+    seconds = round(time.monotonic() - began, 3)
     left = _clear(pump)
     pump.drain()
     exit_code = os.waitstatus_to_exitcode(status)
     number = -exit_code if exit_code < 0 else None
     code = 128 + number if number else exit_code
-    _record(folder, reserve, log, run, code=code, signal_number=number, seconds=seconds, left=left)
+    record = rundir.exit_record(run["run_id"], code, signal=number, seconds=seconds, left=left)
+    _record(folder, reserve, log, record)
     with contextlib.suppress(OSError):
         rundir.write_json(folder / "state.json", {**state, "state": "exited"})
 
@@ -193,7 +194,7 @@ def trainer_environment(folder: Path, run: dict[str, Any]) -> dict[bytes, bytes]
             b"PYTHONUNBUFFERED": b"1",
         }
     )
-    if run["gpus"]:
+    if run["gpus"] is not None:
         environment[b"CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run["gpus"])).encode()
     return environment
 
@@ -278,31 +279,10 @@ def _clear(pump: _Pump) -> list[dict[str, Any]]:
         pump.turn(0.05)
 
 
-def _record(
-    folder: Path,
-    reserve: Path,
-    log: Log,
-    run: dict[str, Any],
-    *,
-    code: int,
-    signal_number: int | None,
-    seconds: float,
-    left: list[dict[str, Any]],
-) -> None:
+def _record(folder: Path, reserve: Path, log: Log, record: dict[str, Any]) -> None:
     """Writes exit.json, on a full disk into the room that was kept for it."""
     log.close()
-    record: dict[str, Any] = {
-        "schema_version": rundir.SCHEMA_VERSION,
-        "run_id": run["run_id"],
-        "code": code,
-        "signal": signal_number,
-        "ended_at": rundir.now(),
-        "seconds": round(seconds, 3),
-        "stopped": _Signals.stop_asked,
-        "last_lines": log.last_lines(),
-        "log_lost_bytes": log.lost,
-        "left": left,
-    }
+    record.update(stopped=_Signals.stop_asked, last_lines=log.last_lines(), log_lost_bytes=log.lost)
 
     def written() -> bool:
         try:

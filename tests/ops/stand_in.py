@@ -115,7 +115,7 @@ def start_parameters(path: Path, name: str, config: str, **more: Any) -> dict[st
         "run_id": f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{serial}",
         "name": name,
         "release": None,
-        "gpus": [],
+        "gpus": None,
         "config": config,
         "config_name": "mine.toml",
         "env": None,

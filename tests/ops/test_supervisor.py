@@ -137,6 +137,15 @@ def test_the_environment_is_the_supervisors_own_making(box: Box) -> None:
     assert not any(secret.decode() in processes.command(process.pid) for process in processes.table())
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [([], b""), (None, None)])
+def test_no_gpus_and_none_declared_are_two_things(box: Box, gpus: list[int] | None, visible: bytes | None) -> None:
+    folder = box.start("a", "environment = yes", gpus=gpus)
+    box.trainer(folder)
+    entries = (folder / "environment").read_bytes().split(b"\0")
+    found = [entry.partition(b"=")[2] for entry in entries if entry.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    assert found == ([] if visible is None else [visible])
+
+
 # -- stop leaves nothing, and touches nothing else
 
 
@@ -344,6 +353,18 @@ def test_refused_before_anything_has_changed(box: Box, more: dict[str, Any], cod
     assert says in reply["what"] + reply["why"]
     assert list((box.path / "runs").glob("*")) == []
     assert list((box.path / "runs").glob(".*")) == []
+
+
+def test_a_supervisor_that_can_not_start_leaves_a_failed_run(box: Box, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    script = 'case "$*" in *"/ops supervisor"*) echo no memory >&2; exit 1;; esac'
+    python.write_text(f'#!/bin/sh\n{script}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    code, reply = box.try_start("a", python=str(python))
+    assert (code, reply["what"], reply["why"]) == (1, "the supervisor did not start", "no memory")
+    facts = box.facts("a")
+    assert (facts["exit"]["code"], facts["exit"]["last_lines"]) == (126, ["no memory"])
+    assert box.try_start("a")[0] == 0
 
 
 def test_nothing_deployed(box: Box) -> None:
