@@ -4,6 +4,7 @@ Verbs are imported when they are called: `--help` needs neither torch nor an ssh
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -179,8 +180,11 @@ _IN_CURRENT_RELEASE = ("sh", "-c", 'cd "$1" 2>/dev/null; shift; exec "$@"', "exe
 def _writer(descriptor: int) -> Callable[[bytes], None]:
     def write(data: bytes) -> None:
         view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        try:
+            while view:
+                view = view[os.write(descriptor, view) :]
+        except BrokenPipeError:  # `| head`: as a program that SIGPIPE ends
+            raise typer.Exit(128 + signal.SIGPIPE) from None
 
     return write
 
@@ -200,7 +204,8 @@ def on_step(context: typer.Context) -> Callable[[str], None]:
 
 
 def main() -> NoReturn:
-    """The console script: runs the app, and turns every error into one line and an exit code."""
+    """The console script: runs the app, and turns every error into one line and an exit code. (Typer itself ends it
+    quietly with 130 at Ctrl-C, and when a reader of its output has gone.)"""
     debug = "--debug" in sys.argv[1:2]
     try:
         app()
@@ -209,10 +214,6 @@ def main() -> NoReturn:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
     except OpsError as error:
         code = _told(error.line(), error.exit_code, debug)
-    except KeyboardInterrupt:
-        code = _told("interrupted", 130, debug=False)
-    except BrokenPipeError:
-        code = 141
     except Exception as error:
         code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
     _leave(code)

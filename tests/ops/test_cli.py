@@ -1,0 +1,230 @@
+"""The command line as a process: what it prints where, its exit codes, one line for each mistake."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import Box, Cli, write_inventory
+
+from dflash_ops.render import clean, size
+
+
+def one_line(done: subprocess.CompletedProcess[bytes]) -> str:
+    """What stderr says, when that is one line, and stdout nothing."""
+    assert done.stdout == b""
+    text = done.stderr.decode()
+    assert text.startswith("dflash-ops: ") and text.endswith("\n") and text.count("\n") == 1
+    return text
+
+
+def tree(folder: Path) -> Path:
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "__init__.py").write_text("")
+    (folder / "trainer" / "a.py").write_text("a = 1\n")
+    return folder
+
+
+# -- deploy, releases, rollback, put
+
+
+def test_a_day_of_deploys(cli: Cli, tmp_path: Path) -> None:
+    here = tree(tmp_path / "here")
+    done = cli("deploy", cwd=here)
+    assert done.returncode == 0 and done.stderr == b""
+    words = done.stdout.decode().split()
+    first = words[1]
+    assert "2 files," in done.stdout.decode() and done.stdout.decode().endswith(" s\n")
+    (here / "trainer" / "b.py").write_text("b = 1\n")
+    document = json.loads(cli("deploy", str(here), "--json").stdout)
+    assert document["schema_version"] == 1 and document["previous"] == first
+    assert (document["files"], document["size"], document["commit"]) == (3, 12, None)
+    assert document["sent"] > 0 and document["seconds"] > 0
+    second = document["release"]
+    listed = json.loads(cli("releases", "--json").stdout)
+    assert [(item["id"], item["current"]) for item in listed["releases"]] == [(first, False), (second, True)]
+    table = cli("releases").stdout.decode()
+    assert first in table and f"*   {second}" in table.replace("*  ", "*   ").replace("    ", "   ")
+    assert f"{first} is current" in cli("rollback").stdout.decode()
+    assert json.loads(cli("rollback", second, "--json").stdout)["previous"] == first
+    file = tmp_path / "data.jsonl"
+    file.write_text("{}\n")
+    assert b"/shared/data/data.jsonl\n" in cli("put", str(file), "shared/data/").stdout
+    assert json.loads(cli("put", str(file), "shared/data/", "--json").stdout)["sent"] == 3
+
+
+def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: Path) -> None:
+    tree(tmp_path / "code")
+    text = box.inventory.read_text()
+    box.inventory.write_text('source = "code"\n' + text)
+    assert b"2 files," in cli("deploy", cwd=Path("/")).stdout
+    box.inventory.write_text(text)
+    assert b" files," in cli("deploy", cwd=Path("/")).stdout  # the packaged trainer
+
+
+def test_the_release_of_the_packaged_trainer_runs(box: Box, cli: Cli) -> None:
+    assert cli("deploy", cwd=Path("/")).returncode == 0
+    container = box.container
+    program = "import trainer; print(trainer.__file__)"
+    words = ("sh", "-c", 'cd "$1" && exec "$2" -c "$3"', "sh", f"{container.path}/current/", container.python, program)
+    assert cli("exec", "--", *words).stdout.decode().startswith(f"{container.path}/")
+
+
+def test_steps_are_shown_with_debug_only(cli: Cli, tmp_path: Path) -> None:
+    here = tree(tmp_path / "here")
+    assert cli("deploy", cwd=here).stderr == b""
+    steps = [line.split()[0] for line in cli("--debug", "deploy", cwd=here).stderr.decode().split("\n") if line]
+    assert steps == ["reading", "asking", "staging", "sending", "pct", "unpacking"]
+
+
+# -- exec
+
+
+def test_exec_passes_words_input_output_and_code(cli: Cli) -> None:
+    done = cli(
+        "exec", "--", "sh", "-c", 'cat; printf "[%s]" "$@" >&2; exit 9', "sh", "a b", "", "$(id)", stdin=b"\0\xff"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (9, b"\0\xff", b"[a b][][$(id)]")
+
+
+def test_exec_passes_words_of_any_bytes(cli: Cli) -> None:
+    odd = [b"\xff\x80", "é".encode(), b"--", b"-n", b"\n", b"'"]
+    assert cli("exec", "printf", "[%s]", *odd).stdout == b"".join(b"[" + word + b"]" for word in odd)
+    assert cli("exec", "--", "printf", "[%s]", "--").stdout == b"[--]"
+
+
+def test_exec_streams_and_a_reader_that_leaves_is_no_error(cli: Cli) -> None:
+    client = cli.start("exec", "--", "sh", "-c", "while echo y; do :; done")
+    assert client.stdout is not None and client.stderr is not None and client.stdin is not None
+    assert client.stdout.readline() == b"y\n"
+    client.stdout.close()
+    assert client.wait(timeout=30) == 141
+    assert client.stderr.read() == b""
+    client.stderr.close()
+    client.stdin.close()
+
+
+def test_ctrl_c_ends_it_quietly(cli: Cli) -> None:
+    client = cli.start("exec", "--", "sh", "-c", "echo started; sleep 60")
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"started\n"
+    client.send_signal(signal.SIGINT)
+    out, err = client.communicate(timeout=30)
+    assert (client.returncode, out, err) == (130, b"", b"")
+
+
+def test_exec_gives_up_after_silence(cli: Cli) -> None:
+    done = cli("exec", "--timeout", "0.5", "--", "sleep", "60")
+    assert done.returncode == 124 and "no answer within 0.5 s" in one_line(done)
+
+
+# -- mistakes
+
+
+def test_no_inventory(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_OPS")}
+    words = Cli(tmp_path).words("releases")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 3 and "no inventory" in one_line(done)
+
+
+def test_every_mistake_is_one_line_and_its_code(box: Box, cli: Cli, tmp_path: Path) -> None:
+    right = box.inventory.read_text()
+    host = box.host
+    assert host.known_hosts is not None
+
+    def direct(**changes: object) -> str:
+        """The same host without the sandbox's help, so that each thing can be wrong."""
+        keys = {"address": host.address, "port": host.port, "user": "root", "key": str(host.key)}
+        keys |= {"known_hosts": str(host.known_hosts)} | changes
+        table = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+        explicit = right.replace('python = "sandbox"', f'python = "{box.container.python}"')
+        return explicit.replace(f'sandbox = "{box.sandbox.name}"', table)
+
+    other = tmp_path / "other"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", other], check=True)
+    changed = tmp_path / "changed"
+    changed.write_text(f"[{host.address}]:{host.port} {other.with_suffix('.pub').read_text()}")
+    cases: list[tuple[int, str, str]] = [
+        (3, "is not TOML", "hosts = ["),
+        (3, "nearest: vmid", right + "vmdi = 200\n"),
+        (3, "containers.trainer.vmid", right.replace("vmid = 200", 'vmid = "200"')),
+        (3, "hosts: box; nearest: box", right.replace('host = "box"', 'host = "bx"')),
+        (4, "the host can't be reached", direct(port=1)),
+        (4, "no such host", direct(address="nowhere.invalid")),
+        (4, "the host refused our key", direct(key=str(other))),
+        (5, "is not known", direct(known_hosts=str(tmp_path / "none"))),
+        (5, "has changed", direct(known_hosts=str(changed))),
+        (6, "container 202 is stopped", right.replace("vmid = 200", "vmid = 202")),
+        (8, "there is no container 777", right.replace("vmid = 200", "vmid = 777")),
+        (6, "there is no Python in the container", right.replace('"sandbox"\npath', '"/no/python3"\npath')),
+        (8, "dflash-ops sandbox up", right.replace(box.sandbox.name, "not-there")),
+    ]
+    here = tree(tmp_path / "here")
+    for code, says, text in cases:
+        box.inventory.write_text(text)
+        done = cli("deploy", cwd=here)
+        assert (done.returncode, says in one_line(done)) == (code, True), (says, done)
+    box.inventory.write_text(right)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for code, says, words in [
+        (6, "nothing to deploy", ["deploy", str(empty)]),
+        (8, "no such folder", ["deploy", str(tmp_path / "gone")]),
+        (8, r"gone\xff", ["deploy", os.fsencode(tmp_path / "gone") + b"\xff\n"]),
+        (8, "nearest: trainer", ["releases", "-t", "trianer"]),
+        (8, "there are no releases yet", ["rollback"]),
+        (2, "put needs a file and a place", ["put", "x"]),
+        (2, "only below shared/", ["put", "/etc/hostname", "/etc/"]),
+    ]:
+        done = cli(*words)
+        assert (done.returncode, says in one_line(done)) == (code, True), (says, done)
+    assert cli("exec").returncode == 2 and cli("no-such-verb").returncode == 2
+
+
+def test_a_traceback_comes_with_debug_only_and_shows_no_variable(cli: Cli, tmp_path: Path) -> None:
+    gone = str(tmp_path / "secret-gone")
+    quiet, loud = cli("deploy", gone).stderr.decode(), cli("--debug", "deploy", gone).stderr.decode()
+    assert "Traceback" not in quiet
+    assert "Traceback" in loud and loud.endswith(quiet)
+    assert loud.count("secret-gone") == 2  # in the exception's line and in ours
+
+
+def test_the_environment_chooses_container_and_sandbox(box: Box, cli: Cli, tmp_path: Path, monkeypatch) -> None:
+    box.inventory.write_text(
+        box.inventory.read_text().replace(box.sandbox.name, "not-there")
+        + '[containers.other]\nhost = "box"\nvmid = 201\npython = "sandbox"\n'
+    )
+    monkeypatch.setenv("DFLASH_OPS_SANDBOX", box.sandbox.name)
+    monkeypatch.setenv("DFLASH_OPS_TARGET", "other")
+    assert cli("exec", "cat", "/etc/hostname").stdout == b"train201\n"
+    assert cli("exec", "-t", "trainer", "cat", "/etc/hostname").stdout == b"train200\n"
+
+
+def test_an_inventory_may_be_named(box: Box, cli: Cli, tmp_path: Path) -> None:
+    elsewhere = write_inventory(tmp_path / "..", box.sandbox.name, vmid=201)
+    assert cli("exec", "--inventory", str(elsewhere), "cat", "/etc/hostname").stdout == b"train201\n"
+    elsewhere.unlink()
+
+
+# -- showing
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (2 << 50, "2048.0 TiB")],
+)
+def test_sizes(count: int | None, text: str) -> None:
+    assert size(count) == text
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
+    assert clean("a\x1b[31mb\udcff\u202e é ✓") == r"a\x1b[31mb\udcff\u202e é ✓"
+
+
+def test_help_names_every_verb(cli: Cli) -> None:
+    text = cli("--help").stdout.decode()
+    verbs = ("deploy", "releases", "rollback", "put", "exec", "sandbox", "train", "gpu-status")
+    assert [verb for verb in verbs if f"  {verb} " not in text] == []
