@@ -296,11 +296,11 @@ def _uuid_by_minor(gpus: Sequence[Gpu], minors: Mapping[str, int]) -> dict[int, 
 def _problems(host: str, view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """What nvidia-smi would not tell. In a container without GPUs it is usually not there: no problem."""
     problems: list[str] = []
-    for name, answered in view["smi"].items():
+    for answered in view["smi"].values():
         if answered["code"] != 0:
             last = [line for line in answered["out"].strip().split("\n") if line.strip()]
             why = answered["why"] or (last[-1] if last else f"exit code {answered['code']}")
-            problems.append(f"{host}: {name}: {why}")
+            problems.append(f"{host}: {why}")
     for vmid, inside in containers.items():
         answered = inside["smi"]["gpus"]
         if answered["code"] not in (0, None):

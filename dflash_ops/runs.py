@@ -334,6 +334,13 @@ def answer(result: Result) -> dict[str, Any]:
         reply = json.loads(lines[-1]) if lines else None
     except ValueError:
         reply = None
+    if not isinstance(reply, dict) and result.code in (126, 127):
+        raise PreflightError(
+            "there is no Python",
+            where=str(result.place),
+            why=result.last_words,
+            next="install python3 there, or correct `python` in the inventory",
+        )
     if not isinstance(reply, dict):
         raise OpsError("the script in the container failed", where=str(result.place), why=result.last_words)
     reply = cast(dict[str, Any], reply)

@@ -138,12 +138,19 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
 
 
 def folders(path: Path) -> list[Path]:
-    """The run folders, oldest first (ids end in their time)."""
+    """The run folders, oldest first by this machine's clock: the time in an id is that of the laptop that chose it."""
     try:
         found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.fullmatch(folder.name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=lambda folder: folder.name[-20:])
+    return sorted(found, key=_made_at)
+
+
+def _made_at(folder: Path) -> tuple[int, str]:
+    try:
+        return (folder / "run.json").stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
 
 
 def name_of(run_id: str) -> str:

@@ -118,25 +118,33 @@ def supervise(folder: Path) -> None:
         "child": {**child.identity(), "pgid": child.pid} if child else None,
         "started_at": rundir.now(),
     }
-    with contextlib.suppress(OSError):  # a full disk: the run goes on, exit.json has room kept for it
-        rundir.write_json(folder / "state.json", state)
-
+    told = _write_state(folder, state)
     pump = _Pump(reader, wakeups, log)
     forwarded = False
     while (status := _reap(trainer)) is None:
         if _Signals.stop_asked and not forwarded and child is not None:
             forwarded = processes.send(child, signal.SIGTERM)
+        told = told or _write_state(folder, state)
         pump.turn(1.0)
+    stopped = _Signals.stop_asked  # a stop that comes now comes too late: the run has ended by itself
     seconds = round(time.monotonic() - began, 3)
     left = _clear(pump)
     pump.drain()
     exit_code = os.waitstatus_to_exitcode(status)
     number = -exit_code if exit_code < 0 else None
     code = 128 + number if number else exit_code
-    record = rundir.exit_record(run["run_id"], code, signal=number, seconds=seconds, left=left)
+    record = rundir.exit_record(run["run_id"], code, signal=number, seconds=seconds, stopped=stopped, left=left)
     _record(folder, reserve, log, record)
-    with contextlib.suppress(OSError):
-        rundir.write_json(folder / "state.json", {**state, "state": "exited"})
+    _write_state(folder, {**state, "state": "exited"})
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> bool:
+    """Whether state.json could be written; on a full disk it is tried again, and the run goes on."""
+    try:
+        rundir.write_json(folder / "state.json", state)
+    except OSError:
+        return False
+    return True
 
 
 class _Signals:
@@ -282,7 +290,7 @@ def _clear(pump: _Pump) -> list[dict[str, Any]]:
 def _record(folder: Path, reserve: Path, log: Log, record: dict[str, Any]) -> None:
     """Writes exit.json, on a full disk into the room that was kept for it."""
     log.close()
-    record.update(stopped=_Signals.stop_asked, last_lines=log.last_lines(), log_lost_bytes=log.lost)
+    record.update(last_lines=log.last_lines(), log_lost_bytes=log.lost)
 
     def written() -> bool:
         try:

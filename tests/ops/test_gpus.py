@@ -183,7 +183,7 @@ def test_a_hung_driver_is_a_finding() -> None:
     view["smi"]["gpus"] = {"code": None, "out": "", "why": "nvidia-smi gave no answer in 10 s"}
     status = gpus.join("lab", view, {})
     assert status.gpus == ()
-    assert status.problems == ("lab: gpus: nvidia-smi gave no answer in 10 s",)
+    assert status.problems == ("lab: nvidia-smi gave no answer in 10 s",)
 
 
 def test_lock_holders() -> None:

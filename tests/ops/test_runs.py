@@ -165,6 +165,11 @@ def test_any_answer_is_an_error_of_ours_or_an_answer(out: bytes) -> None:
         runs.log_header(out, "lab")
 
 
+def test_no_python_there() -> None:
+    with pytest.raises(PreflightError, match="no Python"):
+        runs.answer(result(b"", 127, b"env: python4: No such file or directory\n"))
+
+
 def test_a_traceback_there_is_one_line_here() -> None:
     with pytest.raises(OpsError) as caught:
         runs.answer(result(b"", 1, b"Traceback (most recent call last):\n  File x\nValueError: bad\n"))

@@ -1,0 +1,74 @@
+"""gpu-status over real ssh: two containers, one stopped, what people see, what programs read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import stand_in
+from conftest import Box, Cli, write_inventory
+from stand_in import retry_until
+
+from dflash_ops import deploy, gpus, source, train
+from dflash_ops.inventory import load
+from dflash_ops.runs import StartRequest
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+MORE = """gpus = [0, 1]
+[containers.unprivileged]
+host = "box"
+vmid = 201
+python = "sandbox"
+path = "/opt/status"
+gpus = [0, 1]
+[containers.stopped]
+host = "box"
+vmid = 202
+python = "sandbox"
+"""
+
+
+@pytest.fixture
+def box(sandbox: SandboxState, tmp_path: Path) -> Box:
+    return Box(write_inventory(tmp_path, sandbox.name, more=MORE), sandbox)
+
+
+def test_gpu_status_of_two_containers(box: Box, cli: Cli, shell: Shell, tmp_path: Path) -> None:
+    release = stand_in.make_release(tmp_path / "opt")
+    started = {}
+    for name, gpu in (("trainer", 0), ("unprivileged", 1)):
+        container = load(box.inventory).container(name)
+        deploy.deploy(shell, container, source.choose(release, None, here=release))
+        run = train.start(shell, container, StartRequest(name, "", "c.toml", gpus=(gpu,))).run
+        started[container.vmid] = (container, run.id)
+    try:
+
+        def both() -> list[dict[str, object]]:
+            found = json.loads(cli("gpu-status", "--json").stdout)["processes"]
+            return found if len(found) == 2 else []
+
+        rows = sorted(retry_until(both), key=lambda row: str(row["vmid"]))
+        assert [(row["vmid"], row["run_id"], row["kind"]) for row in rows] == [
+            (200, started[200][1], "run"),
+            (201, started[201][1], "run"),
+        ]
+        assert all(row["used_mib"] == 1542.0 and row["age_s"] >= 0 and row["container_pid"] for row in rows)
+        shown = cli("gpu-status")
+        text = shown.stdout.decode()
+        assert shown.returncode == 0
+        assert started[200][1] in text and started[201][1] in text and "200: 0, 201: 0" in text
+        assert "container 202 is stopped" in shown.stderr.decode()
+    finally:
+        for container, run_id in started.values():
+            train.stop(shell, container, run_id, grace=0)
+    assert json.loads(cli("gpu-status", "--json").stdout)["processes"] == []
+
+
+def test_a_host_without_the_driver_says_so(box: Box, shell: Shell) -> None:
+    command = replace(gpus.host_query().command, env={"PATH": "/nowhere"})
+    argv = ("/usr/bin/python3", *command.argv[1:])
+    view = gpus.host_query().parse(shell.run(box.host, replace(command, argv=argv)))
+    status = gpus.join("box", view, {})
+    assert status.gpus == ()
+    assert status.problems == ("box: nvidia-smi: No such file or directory",)
