@@ -154,22 +154,22 @@ def run(
     inventory: InventoryFile = None,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of silence.")] = None,
 ) -> None:
-    """Run a command in the container, in the current release: words, input, output and exit code pass as they are."""
+    """Run a command in the container, in the current release: words, input, output and exit code pass as they are.
+
+    On a terminal the command gets one too: `exec -- bash` is a shell there.
+    """
     from dflash_ops.command import Command
     from dflash_ops.shell import Shell
 
     if not words[0]:
         raise UsageFault("the command is an empty word", next="exec -- CMD")
     container = find_container(inventory, target)
+    command = Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words))
     with Shell() as shell:
-        code = shell.stream(
-            container,
-            Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words)),
-            on_out=_writer(1),
-            on_err=_writer(2),
-            stdin=0,
-            timeout=timeout,
-        )
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            code = shell.interactive(container, command)
+        else:
+            code = shell.stream(container, command, on_out=_writer(1), on_err=_writer(2), stdin=0, timeout=timeout)
     raise typer.Exit(code)
 
 

@@ -27,6 +27,7 @@ from typing import Any, cast
 import stamina
 
 from dflash_ops.command import Command, Container, Query, Result
+from dflash_ops.conversation import Conversation
 from dflash_ops.errors import (
     BusyError,
     NotFoundError,
@@ -38,8 +39,9 @@ from dflash_ops.errors import (
 )
 from dflash_ops.release import Release, printable
 from dflash_ops.remote import bundle
-from dflash_ops.shell import Conversation, Shell
+from dflash_ops.shell import Shell
 from dflash_ops.source import Source, read, sha256_of, write_archive
+from dflash_ops.staging import staging
 
 # stamina logs its retries; without a handler Python would print them on stderr.
 logging.getLogger("stamina").addHandler(logging.NullHandler())
@@ -226,7 +228,7 @@ def _receiver(
 def _send(shell: Shell, container: Container, file: Path, size: int, part: str, on_step: OnStep) -> None:
     host = container.host
     on_step(f"staging on {host}")
-    with shell.staging(host) as folder:
+    with staging(shell, host) as folder:
         staged = f"{folder}/{PurePosixPath(part).name}"
         on_step(f"sending {size} bytes to {host}:{staged}")
         shell.send(host, file, staged)

@@ -12,7 +12,6 @@ stopped waiting, not that it has ended.
 import contextlib
 import os
 import selectors
-import shlex
 import subprocess
 import threading
 import time
@@ -20,45 +19,17 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from dflash_ops.command import Command, Container, Host, Line, Local, Place, Query, Result, line
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError, TimedOutError
+from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, line
+from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError
 
 if TYPE_CHECKING:
     from dflash_ops.ssh import Link
 
 T = TypeVar("T")
 OnBytes = Callable[[bytes], None]
-
-_TICK_SECONDS = 0.5  # how often a wait looks whether the link still lives
-_BEAT_SECONDS = 5.0
-_CODE_SECONDS = 15.0  # an exit code follows the end of the output at once, unless the link broke
-_STAGES = "/var/tmp/dflash-ops-stage-"
-
-# Makes a folder that lives as long as this command's stdin. Folders of earlier ones that nobody holds any more (the
-# kernel frees a flock with its holder) are removed first; the lock keeps a folder from being taken between its making
-# and its locking. One line and no "!": root's login shell may be csh. systemd-tmpfiles leaves locked folders alone.
-_STAGE_SCRIPT = (
-    "umask 077; exec 8>/run/lock/dflash-ops-stage.lock && flock -w 30 8 || exit 7; "
-    f"for old in {_STAGES}*; do "
-    'if [ -L "$old" ] || [ -f "$old" ]; then :; '
-    'elif [ -O "$old" ] && flock -n "$old" true; then rm -rf -- "$old"; fi; done; '
-    f"stage=$(mktemp -d {_STAGES}XXXXXXXX) || exit 6; "
-    'exec 9<"$stage" && flock -n 9 || exit 1; exec 8>&-; '
-    "trap 'rm -rf -- \"$stage\"' EXIT; trap 'exit 1' HUP INT TERM; "
-    'echo "stage:$stage"; cat >/dev/null'
-)
-
-
-class Process(Protocol):
-    """A running command: dflash_ops.ssh.RemoteProcess or LocalProcess."""
-
-    def read(self, seconds: float) -> tuple[bytes, bytes, bool]: ...
-    def write(self, data: bytes) -> None: ...
-    def close_stdin(self) -> None: ...
-    def code(self, seconds: float) -> int | None: ...
-    def end(self) -> None: ...
 
 
 class LocalProcess:
@@ -107,76 +78,6 @@ class LocalProcess:
         self._selector.close()
         self._out.close()
         self._err.close()
-
-
-class Conversation:
-    """A command that we talk with, line by line. It ends when its stdin does; `shell.converse` makes it."""
-
-    def __init__(self, place: Place, command: Command, process: Process, timeout: float) -> None:
-        self._place, self._command, self._process, self._timeout = place, command, process, timeout
-        self._out = bytearray()
-        self._err = bytearray()
-        self._ended = False
-
-    def say(self, data: bytes) -> None:
-        """Sends bytes. An ended command is not an error here: the next `hear` says how it ended."""
-        with contextlib.suppress(OSError):
-            self._process.write(data)
-
-    def speaks(self) -> bool:
-        """Waits for its first words; False when it ended without any on stdout."""
-        self._read(lambda: bool(self._out), self._timeout)
-        return bool(self._out)
-
-    def hear(self, *, timeout: float | None = None) -> bytes | None:
-        """The next line without its line break; None when the command has ended its output."""
-        self._read(lambda: b"\n" in self._out, self._timeout if timeout is None else timeout)
-        if not self._out:
-            return None
-        text, _, rest = bytes(self._out).partition(b"\n")
-        self._out = bytearray(rest)
-        return text
-
-    @contextlib.contextmanager
-    def beating(self) -> Generator[None, None, None]:
-        """Sends an empty line every 5 s while the block runs: a sign of life for a command that would else give up."""
-        done = threading.Event()
-
-        def beat() -> None:
-            while not done.wait(_BEAT_SECONDS):
-                self.say(b"\n")
-
-        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(_BEAT_SECONDS)
-
-    def finish(self, *, timeout: float | None = None) -> Result:
-        """Ends its stdin, waits for its end, and gives what it left unheard."""
-        self._process.close_stdin()
-        self._read(lambda: False, self._timeout if timeout is None else timeout)
-        code = self._process.code(_CODE_SECONDS)
-        if code is None:
-            raise _timed_out(self._place, self._command, _CODE_SECONDS)
-        return Result(self._place, self._command, code, bytes(self._out), bytes(self._err))
-
-    def end(self) -> None:
-        """Lets go of it: its stdin ends, and nobody waits."""
-        self._process.close_stdin()
-        self._process.end()
-
-    def _read(self, enough: Callable[[], bool], limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while not self._ended and not enough():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _timed_out(self._place, self._command, limit)
-            out, err, self._ended = self._process.read(min(left, _TICK_SECONDS))
-            self._out += out
-            self._err += err
 
 
 @dataclass
@@ -269,7 +170,7 @@ class Shell:
     @contextlib.contextmanager
     def converse(
         self, place: Place, command: Command, *, timeout: float | None = None
-    ) -> Generator["Conversation", None, None]:
+    ) -> Generator[Conversation, None, None]:
         """A command that we talk with while it runs. Its stdin stays open, after command.stdin, until the block ends.
 
         The command speaks first: the block begins with its first words, or its end.
@@ -313,28 +214,11 @@ class Shell:
         process = self._link(_host(place)).start(text.text, terminal=(command.env["TERM"], columns, rows))
         try:
             attach(process)
-            return process.code(_CODE_SECONDS) or 0
+            return process.code(CODE_SECONDS) or 0
         finally:
             process.end()
 
     # -- files
-
-    @contextlib.contextmanager
-    def staging(self, host: Host) -> Generator[str, None, None]:
-        """A folder (0700) on the host that is gone when the block ends, also by a broken link; what killed clients have
-        left there is removed first. Gives its path."""
-        command = Command(("sh", "-c", _STAGE_SCRIPT))
-        with self.converse(host, command) as talk:
-            while (text := talk.hear()) is not None:
-                if text.startswith(b"stage:"):
-                    break
-            else:
-                result = talk.finish()
-                if result.code == 7:
-                    raise TimedOutError("the staging lock stayed taken", where=str(host), why=result.last_words)
-                raise PreflightError("no staging folder could be made", where=str(host), why=result.last_words)
-            yield os.fsdecode(text.removeprefix(b"stage:"))
-            talk.finish()
 
     def send(self, host: Host, source: bytes | Path, remote_path: str) -> int:
         """Writes a file on the host over SFTP, checks its size, and gives it. A full disk raises PreflightError."""
@@ -437,7 +321,7 @@ class Shell:
         """The running command, and the bytes that must precede its stdin."""
         if isinstance(place, Local):
             return LocalProcess(command), b""
-        text: Line = line(place, command)
+        text = line(place, command)
         return self._link(_host(place)).start(text.text), text.stdin_head
 
     def _pump(
@@ -462,23 +346,23 @@ class Shell:
             return 126
         limit = total if total is not None else idle
         try:
-            _feed(process, head + command.stdin, stdin)
+            feed_process(process, head + command.stdin, stdin)
             deadline = None if limit is None else time.monotonic() + limit
             ended = False
             while not ended:
-                left = _TICK_SECONDS if deadline is None else deadline - time.monotonic()
+                left = TICK_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise _timed_out(place, command, limit or 0)
-                out, err, ended = process.read(min(left, _TICK_SECONDS))
+                    raise timed_out(place, command, limit or 0)
+                out, err, ended = process.read(min(left, TICK_SECONDS))
                 if out:
                     on_out(out)
                 if err:
                     on_err(err)
                 if idle is not None and (out or err):
                     deadline = time.monotonic() + idle
-            code = process.code(_CODE_SECONDS if deadline is None else max(deadline - time.monotonic(), 0.1))
+            code = process.code(CODE_SECONDS if deadline is None else max(deadline - time.monotonic(), 0.1))
             if code is None:
-                raise _timed_out(place, command, limit or _CODE_SECONDS)
+                raise timed_out(place, command, limit or CODE_SECONDS)
             return code
         finally:
             process.end()
@@ -518,37 +402,9 @@ def _never_entered(result: Result) -> bool:
     return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
 
 
-def _feed(process: Process, head: bytes, stdin: int | None) -> None:
-    """Gives the command its input and ends it, beside the reading of its output."""
-
-    def feed() -> None:
-        # OSError: the command ended without reading it all, which its exit code tells.
-        with contextlib.suppress(OSError):
-            if head:
-                process.write(head)
-            while stdin is not None and (part := os.read(stdin, 1 << 16)):
-                process.write(part)
-        process.close_stdin()
-
-    if not head and stdin is None:
-        process.close_stdin()
-    else:
-        threading.Thread(target=feed, name="stdin", daemon=True).start()
-
-
 def _host(place: Host | Container) -> Host:
     return place.host if isinstance(place, Container) else place
 
 
-def _name(command: Command) -> str:
-    return shlex.join(command.argv[:3])[:80]
-
-
 def _failed(result: Result) -> OpsError:
-    return OpsError(f"{_name(result.command)} failed", where=str(result.place), why=result.last_words)
-
-
-def _timed_out(place: Place, command: Command, seconds: float) -> TimedOutError:
-    return TimedOutError(
-        f"no answer within {seconds:g} s", where=str(place), why=_name(command), next="see whether it still runs there"
-    )
+    return OpsError(f"{brief(result.command)} failed", where=str(result.place), why=result.last_words)

@@ -22,7 +22,8 @@ PURE = {
     "release": {"errors", "remote"},
     "ssh": {"command", "errors"},
     "terminal": set(),
-    "shell": {"command", "errors", "ssh", "terminal"},
+    "conversation": {"command", "errors"},
+    "shell": {"command", "conversation", "errors", "ssh", "terminal"},
     "render": set(),
 }
 

@@ -1,9 +1,14 @@
 """The command line as a process: what it prints where, its exit codes, one line for each mistake."""
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -228,3 +233,39 @@ def test_help_names_every_verb(cli: Cli) -> None:
     text = cli("--help").stdout.decode()
     verbs = ("deploy", "releases", "rollback", "put", "exec", "sandbox", "train", "gpu-status")
     assert [verb for verb in verbs if f"  {verb} " not in text] == []
+
+
+def test_on_a_terminal_the_command_gets_one_too(cli: Cli) -> None:
+    """Its size, a new size, keys (Ctrl-C too) and the exit code pass."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(
+            sys.executable,
+            [os.fsencode(word) for word in cli.words("exec", "--", "sh", "-c", ON_TERMINAL)],
+            cli.environment(),
+        )
+    heard = bytearray()
+
+    def hear(words: bytes) -> None:
+        while words not in heard:
+            heard.extend(os.read(terminal, 1000))
+        heard.clear()
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 70, 0, 0))
+    hear(b"ready")
+    os.write(terminal, b"\n")
+    hear(b"20 70")
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
+    hear(b"33 99")
+    os.write(terminal, b"\x03")
+    hear(b"interrupted")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    os.close(terminal)
+
+
+ON_TERMINAL = """
+trap 'stty size' WINCH
+trap 'echo interrupted; exit 7' INT
+echo ready; read line; stty size
+while :; do sleep 0.1; done
+"""

@@ -27,6 +27,7 @@ from dflash_ops.errors import (
     UnreachableError,
 )
 from dflash_ops.shell import Shell
+from dflash_ops.staging import staging
 
 DIGEST = ("python3", "-c", "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())")
 EVERY_BYTE = bytes(range(256)) * 16
@@ -240,7 +241,7 @@ def test_send_and_staging(shell: Shell, container: Container, tmp_path: Path) ->
     host = container.host
     file = tmp_path / "file"
     file.write_bytes(os.urandom(3 << 20))
-    with shell.staging(host) as folder:
+    with staging(shell, host) as folder:
         assert shell.run(host, Command(("stat", "-c", "%a %U", folder))).out == b"700 root\n"
         assert shell.send(host, file, f"{folder}/a") == 3 << 20
         assert shell.send(host, b"", f"{folder}/empty") == 0
@@ -256,7 +257,7 @@ def test_a_staging_folder_left_by_a_dead_client_goes_with_the_next_one(shell: Sh
     left, foreign = "/var/tmp/dflash-ops-stage-deadbeef", "/var/tmp/dflash-ops-stage-link"
     shell.run(host, Command(("mkdir", left)), check=True)
     shell.run(host, Command(("ln", "-s", "/etc", foreign)), check=True)
-    with shell.staging(host) as one, shell.staging(host) as other:
+    with staging(shell, host) as one, staging(shell, host) as other:
         listed = shell.run(host, Command(("sh", "-c", "ls -d /var/tmp/dflash-ops-stage-*"))).out.decode().split()
         assert sorted(listed) == sorted([one, other, foreign])
     shell.run(host, Command(("rm", foreign)), check=True)
@@ -267,7 +268,7 @@ def test_a_staging_folder_goes_when_the_link_breaks(shell: Shell, container: Con
         Proxy(container.host, tmp_path) as proxy,
         Shell() as behind,
         pytest.raises(UnreachableError),
-        behind.staging(proxy.host) as folder,
+        staging(behind, proxy.host) as folder,
     ):
         assert shell.run(container.host, Command(("ls", folder))).code == 0
         proxy.cut()
