@@ -131,13 +131,11 @@ def _put_together(vmid: int, root: Path, owner: int) -> None:
     for device in sorted(Path("/dev").glob("nvidia*")):
         rootfs.bind_at(root, str(device), owner, read_only=False)
     layers: dict[str, rootfs.Layer] = {}
-    for name in settings.without.get(str(vmid), []):
-        for folder in layout.PROGRAM_FOLDERS:
-            if (root / folder.lstrip("/") / name).exists() and not Path(folder).is_symlink():
-                layers.setdefault(folder, rootfs.Layer()).remove.add(name)
+    rootfs.take_away(root, settings.without.get(str(vmid), []), layers)
+    if (layout.SUPPORT / "nvidia-smi").exists():
+        layers.setdefault(layout.NVIDIA_SMI_FOLDER, rootfs.Layer()).add["nvidia-smi"] = layout.SUPPORT / "nvidia-smi"
     if layout.GPU_SOCKET.exists():
         rootfs.bind_at(root, "/dev/nvidia-sandbox", owner, str(layout.GPU_SOCKET), read_only=False)
-        layers.setdefault(layout.NVIDIA_SMI_FOLDER, rootfs.Layer()).add["nvidia-smi"] = layout.SUPPORT / "nvidia-smi"
         for stdlib in {settings.stdlib, *map(str, Path("/usr/lib").glob("python3.[0-9]*"))}:
             layers.setdefault(stdlib, rootfs.Layer()).add["sitecustomize.py"] = layout.SUPPORT / "sitecustomize.py"
     scratch = layout.SUPPORT / "layers" / str(vmid)

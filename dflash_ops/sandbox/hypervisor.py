@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,11 @@ from typing import NoReturn
 from dflash_ops.sandbox import cgroups, container, gpud, kernel, layout, rootfs
 from dflash_ops.sandbox.settings import Settings
 
-FAKE_GPUS = 2
 _PACKAGE = Path(__file__).parent
+_HYPERVISOR_MODULES = (
+    "attach", "cgroups", "container", "containers", "kernel", "layout", "pct", "perl", "processes", "rootfs",
+    "settings", "transfer",
+)  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys
 sys.path.insert(0, "{support}/python")
@@ -66,8 +70,8 @@ def _start_services(settings: Settings, server: Callable[[int], NoReturn]) -> di
     """Fork the daemons; their pids by name, and under "port" the pipe that brings the SSH server's port."""
     port_reader, port_writer = os.pipe()
     services: dict[str, Callable[[], NoReturn]] = {"sshd": lambda: server(port_writer)}
-    if _fake_gpus():
-        names = [f"nvidia{index}" for index in range(FAKE_GPUS)]
+    if settings.fake_gpus:
+        names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
         listener = gpud.listen(layout.GPU_SOCKET)
         services["gpud"] = lambda: gpud.serve(listener, gpud.make_devices(settings.name, names))
     pids: dict[str, int] = {}
@@ -99,13 +103,14 @@ def _build(settings: Settings, group: Path | None) -> None:
     rootfs.populate(root, layout.NODE, 0)
     rootfs.show_machine(root, settings.binds, 0)
     rootfs.make_devices(root, 0)
-    _make_gpu_nodes(root)
+    _make_gpu_nodes(root, settings)
+    _name_libraries(root, settings.libraries)
     rootfs.mount_kernel_views(root)
     if group is not None:
         cgroups.mount_own(root)
     _install_support(root, settings)
-    _make_containers(root, settings)
     kernel.change_root(str(root))
+    _make_containers(settings)
 
 
 def _mount_disk(folder: Path, size: str | None) -> None:
@@ -114,22 +119,23 @@ def _mount_disk(folder: Path, size: str | None) -> None:
     kernel.mount("disk", str(folder), "tmpfs", 0, f"mode=755,size={size}" if size else "mode=755")
 
 
-def _fake_gpus() -> bool:
-    """Whether our own nodes stand in for GPUs: real ones have a major number of their own."""
-    return os.major(Path("/dev/nvidia0").stat().st_rdev) == 1
-
-
-def _make_gpu_nodes(root: Path) -> None:
+def _make_gpu_nodes(root: Path, settings: Settings) -> None:
     """Show the machine's GPUs; where it has none, make nodes that can be opened, held and locked."""
-    real = sorted(Path("/dev").glob("nvidia*"))
-    if any(path.name == "nvidia0" or path.name[6:].isdigit() for path in real):
-        for path in real:
+    if not settings.fake_gpus:
+        for path in sorted(Path("/dev").glob("nvidia*")):
             rootfs.bind_at(root, str(path), 0, read_only=False)
-        return
-    for index in range(FAKE_GPUS):
+    for index in range(settings.fake_gpus):
         node = root / f"dev/nvidia{index}"
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(*rootfs.DEVICES["null"]))
         node.chmod(0o666)
+
+
+def _name_libraries(root: Path, folders: list[str]) -> None:
+    """Let the loader find a GPU driver's libraries without LD_LIBRARY_PATH, as in a container that has the driver."""
+    if folders:
+        with (root / "etc/ld.so.conf").open("a") as file:
+            file.write("".join(f"{folder}\n" for folder in folders))
+        subprocess.run(["ldconfig", "-X", "-r", str(root)], check=False, capture_output=True)
 
 
 def _install_support(root: Path, settings: Settings) -> None:
@@ -140,53 +146,46 @@ def _install_support(root: Path, settings: Settings) -> None:
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    for name in (
-        "attach",
-        "cgroups",
-        "container",
-        "containers",
-        "kernel",
-        "layout",
-        "pct",
-        "processes",
-        "rootfs",
-        "settings",
-    ):
+    for name in _HYPERVISOR_MODULES:
         shutil.copyfile(_PACKAGE / f"{name}.py", package / f"{name}.py")
     (support / "settings.json").write_text(settings.to_json())
     (support / "pct-delay").write_text(str(settings.pct_delay))
-    for name in ("nvidia-smi", "sitecustomize.py"):
-        text = (_PACKAGE / "guest" / name.replace("-", "_").removesuffix(".py")).with_suffix(".py").read_text()
-        (support / name).write_text(f"#!{settings.base_python} -IS\n{text}" if name == "nvidia-smi" else text)
-        (support / name).chmod(0o755)
+    smi = (_PACKAGE / "guest/nvidia_smi.py").read_text()
+    programs = {
+        "pct": (layout.PCT_FOLDER, _launcher(settings, "pct")),
+        "lxc-attach": (layout.LXC_ATTACH_FOLDER, _launcher(settings, "attach")),
+        "nvidia-smi": (layout.NVIDIA_SMI_FOLDER, f"#!{settings.base_python} -IS\n{smi}"),
+    }
+    if settings.nvidia_smi:
+        programs["nvidia-smi"] = (layout.NVIDIA_SMI_FOLDER, f'#!/bin/sh\nexec {settings.nvidia_smi} "$@"\n')
+    elif not settings.fake_gpus:
+        del programs["nvidia-smi"]  # the machine's own is where it is looked for, or nowhere
+    if not settings.lxc_attach:
+        del programs["lxc-attach"]
     layers: dict[str, rootfs.Layer] = {}
-    programs = {"pct": (layout.PCT_FOLDER, "pct")}
-    if settings.lxc_attach:
-        programs["lxc-attach"] = (layout.LXC_ATTACH_FOLDER, "attach")
-    for name, (folder, module) in programs.items():
-        launcher = support / name
-        launcher.write_text(_LAUNCHER.format(python=settings.base_python, support=layout.SUPPORT, module=module))
-        launcher.chmod(0o755)
-        layers.setdefault(folder, rootfs.Layer()).add[name] = launcher
-    if (root / "dev/nvidia0").exists() and os.major((root / "dev/nvidia0").stat().st_rdev) == 1:
-        layers.setdefault(layout.NVIDIA_SMI_FOLDER, rootfs.Layer()).add["nvidia-smi"] = support / "nvidia-smi"
-    for name in settings.without.get("host", []):
-        for folder in layout.PROGRAM_FOLDERS:
-            if (root / folder.lstrip("/") / name).exists() and not Path(folder).is_symlink():
-                layers.setdefault(folder, rootfs.Layer()).remove.add(name)
+    for name, (folder, text) in programs.items():
+        (support / name).write_text(text)
+        (support / name).chmod(0o755)
+        layers.setdefault(folder, rootfs.Layer()).add[name] = support / name
+    shutil.copyfile(_PACKAGE / "guest/sitecustomize.py", support / "sitecustomize.py")
+    rootfs.take_away(root, settings.without.get("host", []), layers)
     rootfs.apply_layers(root, layers, support / "layers/host")
     if settings.models is not None and Path(settings.models).is_dir():
         rootfs.bind_at(root, str(layout.MODELS), 0, settings.models)
 
 
-def _make_containers(root: Path, settings: Settings) -> None:
-    configs = root / str(layout.CONFIGS).lstrip("/")
-    configs.mkdir(parents=True)
-    (root / "etc/pve/lxc").symlink_to(f"nodes/{layout.NODE}/lxc")
-    (root / "etc/pve/local").symlink_to(f"nodes/{layout.NODE}")
+def _launcher(settings: Settings, module: str) -> str:
+    return _LAUNCHER.format(python=settings.base_python, support=layout.SUPPORT, module=module)
+
+
+def _make_containers(settings: Settings) -> None:
+    """Configs and disks, made from within: what a container gets of /etc is what the hypervisor got."""
+    layout.CONFIGS.mkdir(parents=True)
+    Path("/etc/pve/lxc").symlink_to(f"nodes/{layout.NODE}/lxc")
+    Path("/etc/pve/local").symlink_to(f"nodes/{layout.NODE}")
     for template in layout.CONTAINERS:
-        (configs / f"{template.vmid}.conf").write_text(template.config())
-        disk = root / str(layout.ROOTS).lstrip("/") / str(template.vmid) / "rootfs"
+        (layout.CONFIGS / f"{template.vmid}.conf").write_text(template.config())
+        disk = layout.ROOTS / str(template.vmid) / "rootfs"
         _mount_disk(disk, settings.disks.get(str(template.vmid)))
         os.chown(disk, template.owner, template.owner)
         rootfs.populate(disk, template.hostname, template.owner)

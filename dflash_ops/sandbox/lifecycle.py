@@ -20,6 +20,7 @@ from dflash_ops.sandbox.processes import ProcessId
 from dflash_ops.sandbox.settings import Settings
 from dflash_ops.sandbox.state import SandboxState
 
+FAKE_GPUS = 2
 # Those that a root of its own makes itself: a bind of them would hide ours.
 _OWN_FOLDERS = ("/", "/proc", "/sys", "/dev", "/run", "/etc", "/tmp", "/var", "/root", "/opt")
 
@@ -62,6 +63,9 @@ def up(
         without={vmid: list(names) for vmid, names in _by_place(without or {}).items()},
         binds=_visible_folders(binds),
         models=str(models or platformdirs.user_cache_path("dflash-ops") / "models"),
+        fake_gpus=0 if _has_gpus() else FAKE_GPUS,
+        nvidia_smi=_hidden_nvidia_smi(),
+        libraries=[path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and Path(path).is_dir()],
     )
     with _exclusive():
         found = state.load(name)
@@ -117,6 +121,17 @@ def _preflight() -> None:
 def _base_python() -> str:
     """The interpreter itself, not a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _has_gpus() -> bool:
+    return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def _hidden_nvidia_smi() -> str | None:
+    """Where the machine's nvidia-smi is, when a fresh environment would not find it."""
+    found = shutil.which("nvidia-smi")
+    usual = {Path(folder) for folder in layout.PROGRAM_FOLDERS}
+    return found if _has_gpus() and found and Path(found).parent not in usual else None
 
 
 def _owner(pid: int | None) -> tuple[int, int] | None:

@@ -1,32 +1,15 @@
-"""`pct` as Proxmox VE 9 has it, its faults included: what facts it follows is told where it does something odd.
+"""`pct` as Proxmox VE 9 has it, faults included: exit codes and texts are those that a real one was seen to give."""
 
-The words of a real pct pass through perl's decoding by locale, so bytes are lost on the way (`through_perl`).
-"""
-
-import contextlib
-import fcntl
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NoReturn
 
-from dflash_ops.sandbox import attach, containers, kernel, layout
+from dflash_ops.sandbox import attach, containers, layout, transfer
+from dflash_ops.sandbox.perl import Failure, locked, say, take_time, through_perl
 from dflash_ops.sandbox.processes import ProcessId
-
-LOCK_SECONDS = 10.0
-_BEGAN = time.monotonic()
-
-
-class Failure(Exception):
-    """The end of a pct call: text for stderr and the exit code, which perl's `die` takes from errno, else 255."""
-
-    def __init__(self, text: str, code: int = 255) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def main() -> NoReturn:
@@ -35,57 +18,20 @@ def main() -> NoReturn:
         words = through_perl(attach.own_words(), attach.own_environment())
         code = _dispatch(words)
     except Failure as failure:
-        _say(str(failure))
+        say(str(failure))
         code = failure.code
     except KeyboardInterrupt:
         code = 130
-    _take_time()
+    take_time()
     sys.stdout.flush()
     sys.exit(code)
-
-
-def through_perl(words: list[bytes], environment: dict[bytes, bytes]) -> list[bytes]:
-    """What arrives of the words: perl decodes them by the locale and encodes them again."""
-    locale = next((environment[name] for name in (b"LC_ALL", b"LC_CTYPE", b"LANG") if environment.get(name)), b"C")
-    utf8 = re.search(rb"utf-?8", locale, re.IGNORECASE) is not None
-    return [_decode_utf8(word) if utf8 else re.sub(rb"[\x80-\xff]", "\ufffd".encode(), word) for word in words]
-
-
-def _decode_utf8(word: bytes) -> bytes:
-    """Valid UTF-8 as it is; a start byte with the continuation bytes it may claim becomes one U+FFFD, as in perl."""
-    if word.isascii():
-        return word
-    out, at = bytearray(), 0
-    while at < len(word):
-        first = word[at]
-        claimed = 1 if first < 0xC0 else (8 - (first ^ 0xFF).bit_length() if first < 0xFF else 13)
-        end = at + 1
-        while end < min(len(word), at + claimed) and 0x80 <= word[end] < 0xC0:
-            end += 1
-        piece = word[at:end]
-        out += piece.decode("utf-8", "ignore").encode() or "\ufffd".encode()
-        at = end
-    return bytes(out)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "\n").encode("utf-8", "surrogateescape"))
-
-
-def _take_time() -> None:
-    """A real call costs 0.6 s whatever it does; `up --pct-delay` says how long ours takes at least."""
-    with contextlib.suppress(OSError, ValueError):
-        rest = float(layout.PCT_DELAY.read_text()) - (time.monotonic() - _BEGAN)
-        if rest > 0:
-            time.sleep(rest)
 
 
 def _dispatch(words: list[bytes]) -> int:
     if os.geteuid() != 0 or not layout.CONFIGS.is_dir():
         why = "Unknown error -1" if os.geteuid() != 0 else "Connection refused"
         for number in (1, 2, 3):
-            _say(f"ipcc_send_rec[{number}] failed: {why}")
+            say(f"ipcc_send_rec[{number}] failed: {why}")
         raise Failure(f"Unable to load access control list: {why}", 255 if os.geteuid() != 0 else 111)
     if not words:
         raise Failure("ERROR: no command specified\n" + _USAGE)
@@ -128,7 +74,7 @@ class Call:
                 value = os.fsdecode(words.pop(0)) if words and words[0] in (b"0", b"1") else "1"
             self.options[fits[0]] = value
         if unknown:
-            _say("\n".join(f"Unknown option: {key}" for key in unknown))
+            say("\n".join(f"Unknown option: {key}" for key in unknown))
             raise Failure("400 unable to parse option\n" + _USAGE)
         if len(self.rest) < least:
             raise Failure(f"400 not enough arguments\npct {name} <vmid> …")
@@ -207,7 +153,7 @@ def _start(call: Call) -> int:
     config = dict(call.config(255))
     if containers.init_of(call.vmid):
         raise Failure(f"CT {call.vmid} already running")
-    with _locked(call.vmid):
+    with locked(call.vmid):
         if "lock" in config:
             raise Failure(f"CT is locked ({config['lock']})")
         try:
@@ -239,7 +185,7 @@ def _end(call: Call, end: Callable[[], None]) -> int:
     config = dict(call.config(255))
     if containers.init_of(call.vmid) is None:
         raise Failure(f"CT {call.vmid} not running")
-    with _locked(call.vmid):
+    with locked(call.vmid):
         if "lock" in config:
             raise Failure(f"CT is locked ({config['lock']})")
         end()
@@ -276,164 +222,18 @@ def _enter(call: Call) -> int:
 def _attach(call: Call, identity: ProcessId, words: list[bytes]) -> int:
     clear = call.options.get("keep-env", "1") == "0"
     environment = {} if clear else {**attach.own_environment(), b"PATH": attach.SHORT_PATH}
-    _take_time()
+    take_time()
     given = attach.clear_environment(environment, clear)
     # perl leaves SIGPIPE ignored in what it becomes.
     return attach.attach(str(call.vmid), identity, words, given, ignore_sigpipe=True)
 
 
 def _push(call: Call) -> int:
-    return _copy(call, into=True)
+    return transfer.copy(call.vmid, call.rest[0], call.rest[1], call.options, into=True)
 
 
 def _pull(call: Call) -> int:
-    return _copy(call, into=False)
-
-
-def _copy(call: Call, *, into: bool) -> int:
-    if containers.init_of(call.vmid) is None:
-        # Also for a container that does not exist.
-        raise Failure(f"can only {'push files to' if into else 'pull files from'} a running CT")
-    with _locked(call.vmid):
-        worker = os.fork()
-        if worker == 0:
-            try:
-                _copy_one(call, into)
-            except BaseException as error:
-                # The worker's error is printed, and then the call exits 0 all the same.
-                _say(str(error))
-                os._exit(1)
-            os._exit(0)
-
-        def forward(number: int, _frame: object) -> None:
-            os.kill(worker, number)
-
-        previous = signal.signal(signal.SIGTERM, forward)
-        os.waitpid(worker, 0)
-        signal.signal(signal.SIGTERM, previous)
-    return 0
-
-
-def _copy_one(call: Call, into: bool) -> None:
-    """The worker: never checks what a write returned, so a full disk goes unnoticed."""
-    signal.signal(signal.SIGTERM, _interrupted)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    source, destination = call.rest[0], call.rest[1]
-    umask = os.umask(0)
-    os.umask(umask)
-    if into:
-        reader = _open(source, os.O_RDONLY, "reading")
-        _enter_files(call.vmid)
-        # Created or truncated in place, through symlinks, before the first byte is there.
-        writer = _open(_below_root(destination), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "writing")
-        _set_rights(call, writer)
-    else:
-        # The destination is truncated before the source is known to exist.
-        writer = _open(destination, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "writing")
-        _set_rights(call, writer)
-        _enter_files(call.vmid)
-        reader = _open(_below_root(source), os.O_RDONLY, "reading")
-    while True:
-        try:
-            data = os.read(reader, 1 << 16)
-        except OSError:
-            return  # a folder: no message, an empty file
-        if not data:
-            return
-        with contextlib.suppress(OSError):
-            os.write(writer, data)
-
-
-def _interrupted(*_: object) -> NoReturn:
-    raise Failure("received interrupt")
-
-
-def _open(path: bytes, flags: int, purpose: str) -> int:
-    try:
-        return os.open(path, flags, 0o666)
-    except OSError as error:
-        raise Failure(f"failed to open {os.fsdecode(path)} for {purpose}: {error.strerror}") from error
-
-
-def _below_root(path: bytes) -> bytes:
-    return path if path.startswith(b"/") else b"/" + path
-
-
-def _enter_files(vmid: int) -> None:
-    """See files as the container does; as its user 0 when its config says `unprivileged: 1`."""
-    init = containers.init_of(vmid)
-    if init is None:
-        raise Failure(f"container '{vmid}' not running!")
-    files = os.open(f"/proc/{init.pid}/ns/mnt", os.O_RDONLY)
-    if containers.is_unprivileged(vmid):
-        kernel.setns(os.open(f"/proc/{init.pid}/ns/user", os.O_RDONLY))
-        kernel.setns(files)
-        os.setgroups([])
-        os.setgid(0)
-        os.setuid(0)
-    else:
-        kernel.setns(files)
-
-
-def _set_rights(call: Call, descriptor: int) -> None:
-    """chmod before chown, so that set-id bits are lost to the chown."""
-    if "perms" in call.options:
-        text = call.options["perms"]
-        try:
-            mode = int(text, 16) if text.startswith("0x") else int(text, 8)
-        except ValueError:
-            raise Failure(f"invalid mode: '{text}'") from None
-        os.fchmod(descriptor, mode)
-    user, group = (call.options.get(name) for name in ("user", "group"))
-    if user is not None or group is not None:
-        try:
-            os.fchown(descriptor, _identity("passwd", user), _identity("group", group))
-        except OSError as error:
-            raise Failure(f"failed to change file owner: {error.strerror}") from error
-
-
-def _identity(table: str, name: str | None) -> int:
-    """The number for a name in the container's own table; -1 (unchanged) for None."""
-    if name is None or name.isdigit():
-        return -1 if name is None else int(name)
-    for row in Path("/etc", table).read_text(errors="replace").split("\n"):
-        fields = row.split(":")
-        if fields[0] == name and len(fields) > 2:
-            return int(fields[2])
-    raise Failure(f"{'user' if table == 'passwd' else 'group'} '{name}' not found")
-
-
-@contextlib.contextmanager
-def _locked(vmid: int) -> Generator[None]:
-    """The container's config lock: waits ten seconds at most, and says so on stderr."""
-    layout.LOCKS.mkdir(parents=True, exist_ok=True)
-    path = layout.LOCKS / f"pve-config-{vmid}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.write(2, b"trying to acquire lock...")
-            _wait_for_lock(descriptor, path)
-            os.write(2, b" OK\n")
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, path: Path) -> None:
-    def expired(*_: object) -> NoReturn:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, LOCK_SECONDS)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except TimeoutError:
-        raise Failure(f"can't lock file '{path}' - got timeout", 4) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    return transfer.copy(call.vmid, call.rest[0], call.rest[1], call.options, into=False)
 
 
 _USAGE = "USAGE: pct <COMMAND> [ARGS] [OPTIONS]"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash_ops.sandbox import kernel
+from dflash_ops.sandbox import kernel, layout
 
 # Copied, since a container may change them. Left out on purpose: shadow, ssh, environment, pip.conf, and whatever
 # else may hold a secret of the machine.
@@ -127,6 +127,14 @@ def mount_kernel_views(root: Path) -> None:
     options = "newinstance,ptmxmode=0666,mode=0620,gid=5"
     kernel.mount("devpts", str(root / "dev/pts"), "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, options)
     kernel.mount("tmpfs", str(root / "dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+
+
+def take_away(root: Path, names: Iterable[str], layers: dict[str, Layer]) -> None:
+    """Note in `layers` that programs of these names go, wherever programs are looked for."""
+    for name in names:
+        for folder in layout.PROGRAM_FOLDERS:
+            if (root / folder.lstrip("/") / name).exists() and not Path(folder).is_symlink():
+                layers.setdefault(folder, Layer()).remove.add(name)
 
 
 def apply_layers(root: Path, layers: Mapping[str, Layer], scratch: Path) -> None:

@@ -16,6 +16,9 @@ class Settings:
     models: folder to show at /opt/dflash/shared/models, or None
     python: the trainer's Python; base_python: the interpreter that the sandbox's own programs run by
     stdlib: folder of that interpreter's standard library, where containers find sitecustomize.py
+    fake_gpus: how many nodes stand in for GPUs; 0 where the machine has its own
+    nvidia_smi: the machine's own nvidia-smi, when it is not where programs usually are
+    libraries: folders of the machine (a GPU driver's) that its loader finds by LD_LIBRARY_PATH alone
     """
 
     name: str
@@ -30,6 +33,9 @@ class Settings:
     without: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     binds: list[str] = field(default_factory=list[str])
     models: str | None = None
+    fake_gpus: int = 0
+    nvidia_smi: str | None = None
+    libraries: list[str] = field(default_factory=list[str])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sandbox_client import Client, finish, quote, retry_until
 
-from dflash_ops.sandbox import pct
+from dflash_ops.sandbox.perl import through_perl
 from dflash_ops.sandbox.state import SandboxState
 
 NO_CONFIG = b"Configuration file 'nodes/pve/lxc/999.conf' does not exist\n"
@@ -129,8 +129,8 @@ def test_exit_codes_of_what_does_not_run(client: Client, attach: str) -> None:
 @given(st.lists(st.binary(max_size=30).map(lambda word: word.replace(b"\0", b"")), max_size=4))
 def test_exec_loses_bytes_by_locale(client: Client, words: list[bytes]) -> None:
     for locale, loses in (
-        (b"C", pct.through_perl(words, {})),
-        (b"C.UTF-8", pct.through_perl(words, {b"LANG": b"utf8"})),
+        (b"C", through_perl(words, {})),
+        (b"C.UTF-8", through_perl(words, {b"LANG": b"utf8"})),
     ):
         line = b" ".join([b"LC_ALL=" + locale, b"pct exec 200 -- printf '%s\\0' .", *map(quote, words)])
         assert client.run(line).out.split(b"\0")[1:-1] == loses
@@ -148,7 +148,7 @@ def test_exec_loses_bytes_by_locale(client: Client, words: list[bytes]) -> None:
     ],
 )
 def test_bytes_as_perl_reads_them(locale: str, word: bytes, arrives: str) -> None:
-    assert pct.through_perl([word], {b"LC_ALL": locale.encode()}) == [arrives.encode()]
+    assert through_perl([word], {b"LC_ALL": locale.encode()}) == [arrives.encode()]
 
 
 def test_the_sessions_environment_leaks_in_with_a_short_path(client: Client) -> None:
