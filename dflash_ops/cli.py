@@ -166,7 +166,7 @@ def run(
     container = find_container(inventory, target)
     command = Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words))
     with Shell() as shell:
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if os.isatty(0) and os.isatty(1):
             code = shell.interactive(container, command)
         else:
             code = shell.stream(container, command, on_out=_writer(1), on_err=_writer(2), stdin=0, timeout=timeout)

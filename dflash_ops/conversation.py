@@ -37,10 +37,11 @@ class Conversation:
         self._out = bytearray()
         self._err = bytearray()
         self._ended = False
+        self._speaking = threading.Lock()  # what two threads say does not mix
 
     def say(self, data: bytes) -> None:
         """Sends bytes. An ended command is not an error here: the next `hear` says how it ended."""
-        with contextlib.suppress(OSError):
+        with self._speaking, contextlib.suppress(OSError):
             self._process.write(data)
 
     def speaks(self) -> bool:

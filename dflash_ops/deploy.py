@@ -33,7 +33,6 @@ from dflash_ops.errors import (
     NotFoundError,
     OpsError,
     PreflightError,
-    UnreachableError,
     UsageFault,
     VerificationError,
 )
@@ -288,9 +287,7 @@ def _answer(shell: Shell, container: Container, talk: Conversation, timeout: flo
     error = shell.explain(container, result)
     if isinstance(error, PreflightError | NotFoundError):
         raise error
-    raise UnreachableError(
-        "the container stopped answering", where=str(container), why=result.last_words, next="run it again"
-    )
+    raise OpsError("the container gave no answer", where=str(container), why=result.last_words, next="run it again")
 
 
 def _query(container: Container, parameters: dict[str, Any]) -> Query[dict[str, Any]]:

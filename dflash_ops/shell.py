@@ -115,9 +115,9 @@ class Shell:
     # -- commands
 
     def run(self, place: Place, command: Command, *, timeout: float | None = None, check: bool = False) -> Result:
-        """Runs a command to its end. With `check`, an exit code other than 0 raises what `explain` says of it.
+        """Runs a command to its end. With `check`, an exit code other than 0 raises OpsError with its last words.
 
-        TimedOutError after `timeout` seconds; UnreachableError when the link breaks.
+        TimedOutError after `timeout` seconds; LinkLostError when the link breaks.
         """
         out, err = bytearray(), bytearray()
         limit = self._command_timeout if timeout is None else timeout
@@ -159,8 +159,7 @@ class Shell:
         def once(place: Place) -> Result:
             gate = _Gate(emit_err) if isinstance(place, Container) else None
             code = self._pump(place, command, on_out, gate or emit_err, stdin, idle=timeout)
-            result = Result(place, command, code, b"", bytes(gate.held) if gate else b"")
-            return result
+            return Result(place, command, code, b"", bytes(gate.held) if gate else b"")
 
         result = self._inside(place, once)
         if result.err:
@@ -181,6 +180,8 @@ class Shell:
 
         def once(place: Place) -> Result:
             nonlocal talk
+            if talk is not None:
+                talk.end()
             process, head = self._start(place, command)
             talk = Conversation(place, command, process, limit)
             try:
@@ -214,7 +215,10 @@ class Shell:
         process = self._link(_host(place)).start(text.text, terminal=(command.env["TERM"], columns, rows))
         try:
             attach(process)
-            return process.code(CODE_SECONDS) or 0
+            code = process.code(CODE_SECONDS)
+            if code is None:
+                raise timed_out(place, command, CODE_SECONDS)
+            return code
         finally:
             process.end()
 
