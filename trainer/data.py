@@ -206,7 +206,7 @@ def segments(
     for turn in turns:
         before, after = written(turn, True), written(turn + 1, False)
         if not (before.startswith(done) and after.startswith(before)):
-            raise LineError("the chat template rewrites earlier turns; data.last_turn_only avoids that")
+            raise LineError("the chat template rewrites earlier turns or its own prompt; data.last_turn_only may help")
         yield before[len(done) :], None
         yield after[len(before) :], messages[turn]["content"]
         done = after

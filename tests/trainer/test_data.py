@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import conversations, tiny_target, write_jsonl
 from transformers import AutoTokenizer
@@ -74,6 +74,16 @@ def test_a_template_that_rewrites_earlier_turns_is_found_out(tokenizer: Any, tin
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         document_from_line(talk, own, last_turn_only=False)
     assert supervised(document_from_line(talk, own, last_turn_only=True), own) == ["Bye.\n"]
+
+
+def test_a_template_whose_prompt_is_not_how_its_answers_begin_is_found_out(tiny_folder: Path) -> None:
+    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
+    own.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
+    )
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        document_from_line(line(("user", "Hi?"), ("assistant", "Hello.")), own, last_turn_only=True)
 
 
 def test_a_template_that_changes_the_answer_is_found_out(tiny_folder: Path) -> None:
@@ -158,7 +168,6 @@ def test_what_is_cut_and_what_is_unusable_is_said(tokenizer: Any, tmp_path: Path
 # --- rows ---
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=300), st.randoms())
 def test_packing_puts_every_document_in_one_row_that_holds_it(lengths: list[int], random: Any) -> None:
     order = list(range(len(lengths)))

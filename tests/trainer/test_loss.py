@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -115,7 +115,6 @@ def test_accuracy_and_acceptance_count_leading_right_slots_and_the_bonus() -> No
     assert loss > 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from(KINDS))
 def test_any_mask_gives_finite_sums_and_gradients(
     seed: int, supervised: float, kind: Literal["exp-decay", "d-pace"]

@@ -1,0 +1,141 @@
+"""Target and drafter together: what a block's loss depends on, packed rows, normalisation, odd shapes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.blocks import dense_mask
+from trainer.data import Document, Row, make_row
+from trainer.draft import DraftConfig, DraftModel
+from trainer.features import FeatureBatch, RowBatch
+from trainer.feed import row_batch
+from trainer.learner import Learner, features_of
+from trainer.loss import Weighting
+from trainer.optim import make_optimizer
+from trainer.target import TargetModel, load_target
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder: Path) -> TargetModel:
+    return load_target(tiny_folder / "target", "cpu", torch.float32)
+
+
+def document(length: int, seed: int = 0, supervised: float = 1.0) -> Document:
+    random = np.random.default_rng([seed, length])
+    return Document(random.integers(0, 250, length), random.random(length) < supervised)
+
+
+def learner_of(target: TargetModel, lr: float = 1e-3) -> Learner:
+    torch.manual_seed(0)
+    model = DraftModel(target.draft_config(1, 4, (1, 2, 3)))
+    optimizer = make_optimizer(model, lr=lr, weight_decay=0.0)
+    return Learner(model, target.head_weight, optimizer, Weighting("d-pace"), chunk_blocks=16, clip=1e9)
+
+
+def config_of(learner: Learner) -> DraftConfig:
+    return learner.model.config
+
+
+def features(target: TargetModel, learner: Learner, rows: Sequence[Row], anchors: int = 64) -> FeatureBatch:
+    return features_of(target, row_batch(rows, anchors, seed=0), config_of(learner), CPU)
+
+
+def hidden(learner: Learner, batch: FeatureBatch) -> Tensor:
+    """[N, T, H] of the first row."""
+    blocks = batch.blocks
+    mask = dense_mask(blocks, batch.positions_BS.shape[1])
+    out = learner.model(batch.features_BSF, batch.embeds_BQH, batch.positions_BS, blocks.positions_BQ, mask)
+    return out[0].unflatten(0, (blocks.anchors_BN.shape[1], -1)).detach()
+
+
+def test_a_block_depends_on_its_documents_tokens_up_to_its_anchor_and_on_nothing_else(target: TargetModel) -> None:
+    learner = learner_of(target)
+    rows = row_batch([make_row(0, [document(9), document(12, seed=1)], 24)], 64, seed=0)
+    anchors, starts = rows.anchors_BN[0].tolist(), [0] * 9 + [9] * 12
+    before = hidden(learner, features_of(target, rows, config_of(learner), CPU))
+    for position in range(21):
+        ids_BS = rows.ids_BS.clone()
+        ids_BS[0, position] = (ids_BS[0, position] + 1) % 250
+        after = hidden(learner, features_of(target, replace(rows, ids_BS=ids_BS), config_of(learner), CPU))
+        for n in range(int(rows.keep_BN.sum())):
+            depends = starts[anchors[n]] <= position <= anchors[n]
+            assert bool((after[n] != before[n]).any()) == depends, (position, anchors[n])
+
+
+def test_a_packed_row_is_its_documents_one_at_a_time(target: TargetModel) -> None:
+    learner = learner_of(target)
+    documents = [document(15), document(2, seed=1), document(30, seed=2, supervised=0.7), document(5, seed=3)]
+    packed = learner.measure(features(target, learner, [make_row(0, documents, 60)]))
+    alone = learner.measure(features(target, learner, [make_row(0, [d], 60) for d in documents]))
+    for name, value in vars(packed).items():
+        torch.testing.assert_close(value, getattr(alone, name), rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_are_divided_by_what_the_whole_step_supervised(target: TargetModel) -> None:
+    """The same row once or four times, at once or one by one: the same mean, so the same gradient."""
+    row = make_row(0, [document(30)], 32)
+    norms: list[float] = []
+    for batches in ([[row]], [[row] * 4], [[row]] * 4, [[row] * 3, [row]]):
+        learner = learner_of(target)
+        for rows in batches:
+            learner.learn(features(target, learner, rows))
+        loss, _, _, grad_norm = learner.update(1e-3).read()
+        norms.append(grad_norm)
+        assert loss == pytest.approx(5.9, abs=1)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4)
+
+
+def test_warming_up_leaves_no_trace(target: TargetModel) -> None:
+    learner = learner_of(target)
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    learner.warm_up(features(target, learner, [make_row(0, [document(20)], 32)]))
+    assert all((tensor == before[name]).all() for name, tensor in learner.model.state_dict().items())
+    assert not learner.optimizer.state and all(p.grad is None for p in learner.model.parameters())
+
+
+def test_a_step_without_anything_to_learn_changes_nothing(target: TargetModel) -> None:
+    learner = learner_of(target)
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    learner.learn(features(target, learner, [make_row(0, [], 16), make_row(1, [document(9, supervised=0.0)], 16)]))
+    learner.update(1e-3)
+    assert all((tensor == before[name]).all() for name, tensor in learner.model.state_dict().items())
+
+
+@settings(max_examples=12)
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.5, 1.0])), max_size=5), min_size=1, max_size=3
+    ),
+    anchors=st.integers(1, 24),
+)
+def test_rows_of_any_documents_give_finite_gradients(
+    target: TargetModel, rows: list[list[tuple[int, float]]], anchors: int
+) -> None:
+    learner = learner_of(target)
+    row_tokens = max(2, max(sum(length for length, _ in row) for row in rows))
+    made = [
+        make_row(i, [document(n, seed=j, supervised=share) for j, (n, share) in enumerate(row)], row_tokens)
+        for i, row in enumerate(rows)
+    ]
+    batch = features(target, learner, made, anchors)
+    learner.learn(batch)
+    _, _, _, grad_norm = learner.update(1e-3).read()
+    assert np.isfinite(grad_norm)
+    assert all(torch.isfinite(p).all() for p in learner.model.parameters())
+    assert (grad_norm > 0) == bool(batch.blocks.label_mask_BNP.any())
+
+
+def test_rows_move_and_keep_their_meaning() -> None:
+    rows = row_batch([make_row(0, [document(9)], 16)], 4, seed=0)
+    moved = rows.to(CPU)
+    assert isinstance(moved, RowBatch)
+    assert all((one == other).all() for one, other in zip(vars(rows).values(), vars(moved).values(), strict=True))
