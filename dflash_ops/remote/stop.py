@@ -62,7 +62,9 @@ def stop_folder(folder: Path, grace: float) -> dict[str, Any]:
         processes.kill_all(lambda: rundir.members(run), _KILL_SECONDS)
         if supervisor and not processes.wait_until(gone, _SUPERVISOR_SECONDS):
             _end_supervisor(folder, supervisor)
-    survivors = [processes.describe(process) for process in processes.kill_all(lambda: rundir.members(run), 1.0)]
+    # The proof: a scan that finds nothing. What was killed needs a moment to be gone.
+    processes.wait_until(lambda: not rundir.members(run), 1.0)
+    survivors = [processes.describe(process) for process in rundir.members(run)]
     after = rundir.facts(folder, boot)
     return {
         "run_id": folder.name,

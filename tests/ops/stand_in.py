@@ -59,6 +59,11 @@ if "holds" in does:
     os.set_inheritable(os.open(does["holds"], os.O_RDONLY), True)
 if "binary" in does:
     os.write(1, bytes(range(256)) * 1000 + b"\xff\xfe no line end")
+if "burst" in does:
+    data = b"0123456789abcde\n" * 300_000
+    while data:
+        data = data[os.write(1, data):]
+    os._exit(0)
 if "environment" in does:
     Path(run_dir, "environment").write_bytes(b"\0".join(k + b"=" + v for k, v in os.environb.items()))
     links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]

@@ -270,6 +270,7 @@ def test_the_trainer_of_a_killed_supervisor_saves_and_ends(box: Box) -> None:
     trainer = box.trainer(folder)
     os.kill(box.facts("a")["state"]["supervisor"]["pid"], signal.SIGKILL)
     retry_until(lambda: not exists(trainer))
+    assert rundir.checkpoints(folder)
 
 
 def test_a_start_ends_what_a_dead_run_of_the_same_name_left(box: Box) -> None:
@@ -392,6 +393,12 @@ def test_half_a_request_starts_nothing(box: Box) -> None:
 
 
 # -- the log
+
+
+def test_the_last_words_of_a_sudden_end_are_kept(box: Box) -> None:
+    folder = box.start("a", "burst = yes")
+    box.ended(folder)
+    assert (folder / "log").read_bytes() == b"0123456789abcde\n" * 300_000
 
 
 def test_a_full_disk_costs_log_bytes_but_not_the_run(box: Box, tmp_path: Path) -> None:
