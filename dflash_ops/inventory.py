@@ -119,9 +119,6 @@ class Inventory:
             python = self._sandbox_python(name, table)
         return Container(self.host(table.host), table.vmid, table.path, python, tuple(table.gpus), table.via)
 
-    def containers(self) -> dict[str, Container]:
-        return {name: self.container(name) for name in self.tables.containers}
-
     def host(self, name: str) -> Host:
         table = self.tables.hosts[name]
         if table.sandbox is not None:

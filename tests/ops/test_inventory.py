@@ -1,8 +1,11 @@
 """The inventory: what it may say, how it is found, and what is said of a wrong one."""
 
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_ops.errors import ConfigError, NotFoundError
 from dflash_ops.inventory import Inventory, find, load, parse
@@ -147,3 +150,33 @@ def test_a_sandbox_that_is_not_up_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     text = '[hosts.toy]\nsandbox = "nope"\n[containers.c]\nhost = "toy"\nvmid = 200'
     with pytest.raises(NotFoundError, match="dflash-ops sandbox up"):
         read(text).container()
+
+
+KEYS = st.sampled_from(["address", "port", "sandbox", "key", "host", "vmid", "path", "gpus", "via", "python", "x", "é"])
+VALUES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(st.characters(codec="utf-8"), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def toml(value: object) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(key)} = {toml(item)}" for key, item in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(toml(item) for item in value) + "]"
+        case str():
+            return '"' + "".join(f"\\U{ord(char):08x}" for char in value) + '"'
+        case _:
+            return json.dumps(value)
+
+
+@given(st.sampled_from(["default", "source", "hosts", "containers"]), VALUES)
+def test_any_values_are_taken_or_refused_in_one_line(key: str, value: object) -> None:
+    others = {"hosts": '{h = {address = "lab"}}', "containers": '{c = {host = "h", vmid = 200}}'}
+    text = "\n".join(f"{name} = {text}" for name, text in {**others, key: toml(value)}.items())
+    try:
+        parse(text, FILE)
+    except ConfigError as error:
+        assert "\n" not in error.line() and str(FILE) in error.line()
