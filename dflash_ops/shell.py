@@ -403,6 +403,8 @@ def _never_entered(result: Result) -> bool:
     """Whether lxc-attach or pct may have failed before the command was in its container; `pct status` then says."""
     if result.code == 1:
         return b"lxc-attach: " in result.err and b"init pid" in result.err
+    if result.code == 127:
+        return b"pct" in result.err
     return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
 
 

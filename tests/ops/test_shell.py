@@ -200,6 +200,18 @@ def test_stopped_and_missing_are_told_apart(shell: Shell, container: Container, 
             enter(missing)
 
 
+def test_a_host_that_is_no_proxmox_host(shell: Shell, container: Container) -> None:
+    """Neither lxc-attach nor pct on its PATH."""
+    host = container.host
+    shell.run(host, Command(("sh", "-c", "mkdir /root/few && ln -s /usr/bin/env /usr/bin/sh /root/few")), check=True)
+    shell.send(host, b"PATH=/root/few\n", "/root/.bashrc")
+    try:
+        with pytest.raises(PreflightError, match="the host has no pct"):
+            shell.run(container, Command(("true",)))
+    finally:
+        shell.run(host, Command(("/usr/bin/rm", "-r", "/root/few", "/root/.bashrc")), check=True)
+
+
 def test_the_words_of_a_failed_entry_stay_with_us(shell: Shell, container: Container) -> None:
     heard = bytearray()
     with pytest.raises(PreflightError):
