@@ -1,6 +1,7 @@
 """The SSH server: sessions as sshd gives them."""
 
 import os
+import shlex
 import socket
 import threading
 
@@ -51,10 +52,19 @@ def test_the_status_comes_at_once_and_the_channel_stays_while_output_is_held(cli
 
 
 def test_a_client_that_leaves_breaks_the_pipe_and_kills_nothing(proxmox: SandboxState, client: Client) -> None:
+    # Waits until nobody can read its stdout any more, then prints.
+    script = """import os, select
+print("ready", flush=True)
+poll = select.poll()
+poll.register(1, 0)
+poll.poll()
+try:
+    os.write(1, b"x")
+except BrokenPipeError:
+    open("/tmp/why", "w").write("broken pipe")"""
     with Client(proxmox) as leaving:
-        script = "trap '' PIPE; echo ready; while echo x; do sleep 0.05; done 2>/tmp/why; echo went on >> /tmp/why"
-        leaving.open(f'sh -c "{script}"').recv(6)
-    retry_until(lambda: client.run("cat /tmp/why").text.endswith("error\nwent on\n"))
+        leaving.open(shlex.join([proxmox.python, "-c", script])).recv(6)
+    retry_until(lambda: client.run("cat /tmp/why").text == "broken pipe")
 
 
 def test_input_that_nobody_reads_does_not_block(client: Client) -> None:
