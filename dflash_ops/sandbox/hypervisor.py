@@ -135,7 +135,8 @@ def _name_libraries(root: Path, folders: list[str]) -> None:
     if folders:
         with (root / "etc/ld.so.conf").open("a") as file:
             file.write("".join(f"{folder}\n" for folder in folders))
-        subprocess.run(["ldconfig", "-X", "-r", str(root)], check=False, capture_output=True)
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["ldconfig", "-X", "-r", str(root)], check=False, capture_output=True)
 
 
 def _install_support(root: Path, settings: Settings) -> None:

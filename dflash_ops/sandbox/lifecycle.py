@@ -191,7 +191,11 @@ def _exclusive() -> Generator[None]:
 
 def _launch(settings: Settings) -> None:
     # Nothing of the caller's environment: process 1 of a container shows its own to whoever looks.
-    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        "PATH": ":".join(layout.PROGRAM_FOLDERS),
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     log = Path(settings.folder) / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
