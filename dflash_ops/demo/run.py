@@ -107,7 +107,7 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         start = ("train", "start", config, "--name", NAME, "--gpus", "0", "--init-from", f"{DATA}/drafter")
         stages.shown("dflash-ops", "train", "start", "demo.toml", *start[3:])
         stages.run(*start)
-        facts.run = _status(stages)["run_id"]
+        facts.run = _status(stages)["id"]
         follower, reached = _follow(stages, STOP_AT_STEP, CANCELLED)
         while follower.running and not reached.wait(0.2):
             pass
@@ -123,7 +123,7 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         follower, _ = _follow(stages, None, 0)
         follower.join()
         status = _status(stages)
-        facts.resumed, facts.status = status["run_id"], status["training"]
+        facts.resumed, facts.status = status["id"], status["status"]
     with stages.stage("Decode with it: same tokens, fewer steps"):
         stages.type("exec", "--", *_evaluation(facts))
         facts.evaluation = json.loads(stages.run("exec", "--", "cat", f"{DATA}/eval.json", quiet=True))
@@ -166,7 +166,7 @@ def _follow(stages: Stages, step: int | None, code: int) -> tuple[Beside, thread
             def each(line: str) -> None:
                 found = STEP.search(line)
                 if found is None:
-                    stages.console.print(Text.from_ansi("  " + line, style="dim"))
+                    stages.console.print(Text("  " + line, style="dim"), soft_wrap=not stages.console.record)
                     return
                 done = int(found["step"])
                 progress.update(task, completed=done, total=int(found["of"]), description=f"loss {found['loss']}")

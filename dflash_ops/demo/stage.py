@@ -55,7 +55,7 @@ class Stages:
 
     def shown(self, *words: str) -> None:
         """Print a command as a person would type it."""
-        self.console.print(Text("$ " + shlex.join(words), style="bold green"))
+        self.console.print(Text("$ " + shlex.join(words), style="bold green"), soft_wrap=not self.console.record)
 
     def type(self, *words: str) -> str:
         """Print `dflash-ops WORDS` and run it."""
@@ -74,17 +74,21 @@ class Stages:
         kept: list[str] = []
         errors: list[str] = []
 
+        def show(line: str) -> None:
+            # A terminal folds lines by itself, and a copied command stays whole; a picture has no such help.
+            self.console.print(Text.from_ansi(line), soft_wrap=not self.console.record)
+
         def take(line: str) -> None:
             kept.append(line)
             if each is not None:
                 each(line)
             elif not quiet:
-                self.console.print(Text.from_ansi(line))
+                show(line)
 
         def complain(line: str) -> None:
             errors.append(line)
             if not quiet:
-                self.console.print(Text.from_ansi(line))
+                show(line)
 
         out, err = Lines(take), Lines(complain)
         # A shell of its own: one stage may follow a log while the next stops the run.

@@ -1,4 +1,4 @@
-"""`dflash-ops sandbox up|down|status`: thin; mounted by the main command line."""
+"""`dflash-ops sandbox up|down|status|demo`: thin; mounted by the main command line."""
 
 import json
 from pathlib import Path
@@ -57,6 +57,23 @@ def down(name: Name = "default") -> None:
 def status(name: Name = "default", as_json: Json = False) -> None:
     """Show where the sandbox listens and how its containers are."""
     _show(sandbox.status(name), as_json)
+
+
+@app.command()
+def demo(
+    picture: Annotated[
+        Path | None, typer.Option(help="Also save what the terminal showed there, as an SVG.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Show the whole job, in a sandbox of its own: deploy, train, watch, stop, resume, decode, roll back."""
+    from rich.console import Console
+
+    from dflash_ops.demo.run import demo as show
+
+    if picture is None:
+        show(Console(highlight=False))
+    else:
+        show(Console(highlight=False, record=True, width=110, force_terminal=True, color_system="truecolor"), picture)
 
 
 def _pair(text: str) -> tuple[str, str]:
