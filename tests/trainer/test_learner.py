@@ -80,6 +80,19 @@ def test_a_packed_row_is_its_documents_one_at_a_time(target: TargetModel) -> Non
         torch.testing.assert_close(value, getattr(alone, name), rtol=1e-5, atol=1e-4)
 
 
+def test_features_are_the_targets_own_on_each_document_alone(target: TargetModel) -> None:
+    documents = [document(15), document(30, seed=2)]
+    batch = features(target, learner_of(target), [make_row(0, documents, 60)])
+    start = 0
+    for alone in documents:
+        with torch.no_grad():
+            states = target.model(torch.from_numpy(alone.ids)[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer + 1] for layer in (1, 2, 3)], dim=-1)  # state 0 is the embedding
+        end = start + len(alone)
+        torch.testing.assert_close(batch.features_BSF[:, start:end], expected, rtol=1e-4, atol=1e-4)
+        start = end
+
+
 def test_gradients_are_divided_by_what_the_whole_step_supervised(target: TargetModel) -> None:
     """The same row once or four times, at once or one by one: the same mean, so the same gradient."""
     row = make_row(0, [document(30)], 32)
