@@ -99,9 +99,10 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
             if channel is None:
                 continue
             # paramiko closes a channel that nobody holds, also one whose command has not been asked for yet.
-            server.channels[channel.get_id()] = channel
+            server.keep(channel)
             if channel.get_id() in server.outward:
-                threading.Thread(target=_forward, args=(channel, server.outward.pop(channel.get_id()))).start()
+                outward = server.outward.pop(channel.get_id())
+                threading.Thread(target=_forward, args=(channel, outward), daemon=True).start()
     except (paramiko.SSHException, EOFError, OSError):
         return  # a client that talks nonsense or went away: nobody to tell
     finally:
@@ -117,7 +118,12 @@ class Connection(paramiko.ServerInterface):
         self.client_public = client_public
         self.sessions: dict[int, Session] = {}
         self.channels: dict[int, paramiko.Channel] = {}
+        self._mutex = threading.Lock()  # of `channels`: paramiko asks us in a thread of its own
         self.outward: dict[int, socket.socket] = {}  # sockets of direct-tcpip channels that are being opened
+
+    def keep(self, channel: paramiko.Channel) -> None:
+        with self._mutex:
+            self.channels[channel.get_id()] = channel
 
     def close(self) -> None:
         """The client is gone: let go of what no command took over."""
@@ -140,9 +146,11 @@ class Connection(paramiko.ServerInterface):
     def check_channel_request(self, kind: str, chanid: int) -> int:
         if kind != "session":
             return OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
-        # A subsystem's session ends with its channel, a command's with the command.
-        ended = {number for number, channel in self.channels.items() if channel.closed}
-        self.channels = {number: channel for number, channel in self.channels.items() if number not in ended}
+        with self._mutex:
+            # A subsystem's session ends with its channel, a command's with the command.
+            ended = {number for number, channel in self.channels.items() if channel.closed}
+            for number in ended:
+                del self.channels[number]
         self.sessions = {
             number: session for number, session in self.sessions.items() if not session.closed and number not in ended
         }

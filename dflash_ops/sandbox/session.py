@@ -115,9 +115,9 @@ class Session:
             else:
                 self._carry_terminal(channel, process, self._master)
         finally:
+            self.closed = True  # before the client can know: it may open another at once
             with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
                 channel.close()
-            self.closed = True
             process.wait()
 
     def _carry_pipes(self, channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
