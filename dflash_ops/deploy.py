@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 import stamina
 
+from dflash_ops import answers
 from dflash_ops.command import Command, Container, Query, Result
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import (
@@ -34,7 +35,6 @@ from dflash_ops.errors import (
     OpsError,
     PreflightError,
     UsageFault,
-    VerificationError,
 )
 from dflash_ops.release import Release, printable
 from dflash_ops.remote import bundle
@@ -278,65 +278,19 @@ def _request(
 def _answer(shell: Shell, container: Container, talk: Conversation, timeout: float | None = None) -> dict[str, Any]:
     """The next answer in the conversation, or its refusal as one of our errors."""
     while (line := talk.hear(timeout=timeout)) is not None:
-        reply = _document(line)
+        reply = answers.document(line)
         if reply is not None:
-            return _accepted(container, reply)
+            return answers.accepted(reply, str(container))
     result = talk.finish()
-    if result.code in (126, 127):
-        raise _no_python(container, result)
     error = shell.explain(container, result)
-    if isinstance(error, PreflightError | NotFoundError):
-        raise error
-    raise OpsError("the container gave no answer", where=str(container), why=result.last_words, next="run it again")
+    raise error if isinstance(error, PreflightError | NotFoundError) else answers.no_answer(result)
 
 
 def _query(container: Container, parameters: dict[str, Any]) -> Query[dict[str, Any]]:
-    def parse(result: Result) -> dict[str, Any]:
-        for line in reversed(result.out.split(b"\n")):
-            reply = _document(line)
-            if reply is not None:
-                return _accepted(container, reply)
-        if result.code in (126, 127):
-            raise _no_python(container, result)
-        raise OpsError("the container gave no answer", where=str(container), why=result.last_words)
-
-    return Query(_command(container, parameters), parse)
+    return Query(_command(container, parameters), answers.answer)
 
 
 def _command(container: Container, parameters: dict[str, Any]) -> Command:
     client = f"{getpass.getuser()}@{socket.gethostname()}"
     common = {"path": container.path, "client": client, "patience": _PATIENCE_SECONDS}
     return bundle.command(container.python, "receive", {**common, **parameters})
-
-
-def _document(line: bytes) -> dict[str, Any] | None:
-    """A line of receive.py's; None for noise that a login shell printed."""
-    try:
-        reply: Any = json.loads(line)
-    except ValueError:
-        return None
-    return cast(dict[str, Any], reply) if isinstance(reply, dict) and "schema_version" in reply else None
-
-
-_ERRORS: dict[str, type[OpsError]] = {
-    "preflight": PreflightError,
-    "busy": BusyError,
-    "not_found": NotFoundError,
-    "verification": VerificationError,
-}
-
-
-def _accepted(container: Container, reply: dict[str, Any]) -> dict[str, Any]:
-    if reply["ok"]:
-        return reply
-    where = f"{container}: {reply['where']}" if reply["where"] else str(container)
-    raise _ERRORS.get(reply["kind"], OpsError)(reply["what"], where=where, why=reply["why"], next=reply["next"])
-
-
-def _no_python(container: Container, result: Result) -> PreflightError:
-    return PreflightError(
-        "there is no Python in the container",
-        where=str(container),
-        why=result.last_words,
-        next="in the container: apt install python3; or correct `python` in the inventory",
-    )

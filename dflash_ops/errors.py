@@ -4,7 +4,7 @@ OpsError (1)
 ├── UsageFault (2)           the words of the command line do not fit together
 ├── ConfigError (3)          an inventory or a trainer config is wrong
 ├── UnreachableError (4)     the host does not answer, or refuses us
-│   └── LinkLostError        the connection broke: what was asked may have happened
+│   └── LinkLostError (4)    the connection broke: what was asked may have happened
 ├── HostKeyError (5)         the host key is unknown or has changed
 ├── PreflightError (6)       something needed is missing: container stopped, no tmux, disk full
 ├── BusyError (7)            somebody else holds it: a GPU, a deploy, a run of that name

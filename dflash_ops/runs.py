@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from pydantic import ValidationError
 
+from dflash_ops.answers import answer, raise_fault
 from dflash_ops.command import Command, Container, Query, Result
 from dflash_ops.errors import (
-    BusyError,
     ConfigError,
-    NotFoundError,
     OpsError,
-    PreflightError,
     UsageFault,
 )
 from dflash_ops.remote import bundle
@@ -325,48 +323,6 @@ def follow_command(
 
 
 # -- answers
-
-
-def answer(result: Result) -> dict[str, Any]:
-    """The JSON line that a remote script left, or the error that it tells of."""
-    lines = [line for line in result.out.split(b"\n") if line.strip()]
-    try:
-        reply = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        reply = None
-    if not isinstance(reply, dict) and result.code in (126, 127):
-        raise PreflightError(
-            "there is no Python",
-            where=str(result.place),
-            why=result.last_words,
-            next="install python3 there, or correct `python` in the inventory",
-        )
-    if not isinstance(reply, dict):
-        raise OpsError("the script in the container failed", where=str(result.place), why=result.last_words)
-    reply = cast(dict[str, Any], reply)
-    if not reply.get("ok"):
-        raise_fault(reply, str(result.place))
-    return reply
-
-
-_FAULTS: Mapping[str, type[OpsError]] = {
-    "failed": OpsError,
-    "config": ConfigError,
-    "preflight": PreflightError,
-    "busy": BusyError,
-    "not_found": NotFoundError,
-}
-
-
-def raise_fault(reply: Mapping[str, Any], place: str) -> NoReturn:
-    """Raises what a remote script refused with."""
-    error = _FAULTS.get(reply.get("kind", ""), OpsError)
-    raise error(
-        reply.get("what", "the script in the container failed"),
-        where=reply.get("where") or place,
-        why=reply.get("why", ""),
-        next=reply.get("next", ""),
-    )
 
 
 def started(result: Result) -> Started:

@@ -249,7 +249,6 @@ def _configure(host: Host, timeout: float) -> Any:
             # ssh too passes over an IdentityFile that is not there.
             "key_filename": [key for key in keys if Path(key).expanduser().is_file()],
             "look_for_keys": hop is not connection or host.key is None,
-            "banner_timeout": timeout,
             "auth_timeout": timeout,
             "channel_timeout": timeout,
         }

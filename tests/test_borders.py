@@ -24,6 +24,7 @@ PURE = {
     "terminal": set(),
     "conversation": {"command", "errors"},
     "shell": {"command", "conversation", "errors", "ssh", "terminal"},
+    "answers": {"command", "errors"},
     "render": set(),
 }
 

@@ -12,12 +12,12 @@ from dflash_ops.command import Command
 
 # The modules each verb needs, in the order of their imports. `start` also carries what a run keeps for itself.
 _NEEDS = {
-    "start": ("processes", "rundir", "stop", "supervisor", "view", "start"),
-    "stop": ("processes", "rundir", "stop"),
-    "report": ("processes", "rundir", "report"),
-    "follow": ("processes", "rundir", "follow"),
-    "probe": ("processes", "rundir", "probe"),
-    "receive": ("releases", "receive"),
+    "start": ("answers", "processes", "rundir", "stop", "supervisor", "view", "start"),
+    "stop": ("answers", "processes", "rundir", "stop"),
+    "report": ("answers", "processes", "rundir", "report"),
+    "follow": ("answers", "processes", "rundir", "follow"),
+    "probe": ("answers", "processes", "rundir", "probe"),
+    "receive": ("answers", "releases", "receive"),
 }
 
 # Puts the modules into sys.modules under their full names, so that their imports of each other find them there.

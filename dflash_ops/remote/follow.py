@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir
 
 _CHUNK = 256 * 1024
 _POLL_MS = 200
@@ -23,8 +23,8 @@ _BLOCK = 64 * 1024
 def main(parameters: dict[str, Any]) -> int:
     try:
         folder = rundir.find(Path(parameters["path"]), parameters["run"])
-    except rundir.Fault as fault:
-        return rundir.refuse(fault)
+    except answers.Fault as fault:
+        return answers.refuse(fault)
     offset = parameters["offset"]
     if offset is None:
         offset = tail_offset(folder / "log", parameters["tail"])

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir
 
 _LOCK = re.compile(r"/dflash-ops-gpu-(\d+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
@@ -23,7 +23,7 @@ _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 
 def main(parameters: dict[str, Any]) -> int:
     path = parameters["path"]
-    return rundir.answer(lambda: probe(Path(path) if path else None, parameters["queries"], parameters["seconds"]))
+    return answers.answer(lambda: probe(Path(path) if path else None, parameters["queries"], parameters["seconds"]))
 
 
 def probe(path: Path | None, queries: dict[str, list[str]], seconds: float) -> dict[str, Any]:

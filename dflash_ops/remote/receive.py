@@ -18,16 +18,13 @@ import os
 import secrets
 import select
 import shutil
-import sys
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import releases
-from dflash_ops.remote.releases import Fault
-
-SCHEMA_VERSION = 1
+from dflash_ops.remote import answers, releases
+from dflash_ops.remote.answers import Fault
 
 _SILENCE_SECONDS = 30.0
 
@@ -37,12 +34,9 @@ def main(parameters: dict[str, Any]) -> int:
     path = Path(parameters["path"])
     os.umask(0o022)
     try:
-        _say({"ok": True, **_VERBS[parameters["do"]](path, parameters)})
-        return 0
-    except (Fault, OSError) as error:
-        fault = error if isinstance(error, Fault) else releases.disk_fault(path, error)
-        _say({"ok": False, "kind": fault.kind, **fault.parts})
-        return releases.EXIT_CODES[fault.kind]
+        return answers.answer(lambda: _VERBS[parameters["do"]](path, parameters))
+    except OSError as error:
+        return answers.refuse(releases.disk_fault(path, error))
 
 
 # -- verbs
@@ -78,7 +72,7 @@ def put(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
                 _check_part(part, request)
                 _move_into_shared(part, path / "shared", str(request["target"]))
                 done += 1
-                _say({"ok": True, "event": "stored", "target": request["target"]})
+                answers.say({"event": "stored", "target": request["target"]})
     return {"event": "done", "files": done}
 
 
@@ -158,7 +152,7 @@ def _room(path: Path, name: str) -> Generator[Path, None, None]:
     part = path / "incoming" / f"{name}-{secrets.token_hex(4)}.part"
     newest = releases.names(path)[-1:]
     free = shutil.disk_usage(path).free
-    _say({"ok": True, "event": "ready", "part": str(part), "free_bytes": free, "newest": newest[0] if newest else None})
+    answers.say({"event": "ready", "part": str(part), "free_bytes": free, "newest": newest[0] if newest else None})
     try:
         yield part
     finally:
@@ -213,12 +207,6 @@ def _move_into_shared(part: Path, shared: Path, name: str) -> None:
 # -- the conversation
 
 _heard = bytearray()
-
-
-def _say(reply: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more; what was done stays done
-        sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **reply}) + "\n")
-        sys.stdout.flush()
 
 
 def _hear() -> dict[str, Any] | None:

@@ -19,20 +19,12 @@ import tarfile
 from pathlib import Path
 from typing import IO, Any
 
+from dflash_ops.remote.answers import Fault
+
 MANIFEST = ".dflash-manifest.json"
-EXIT_CODES = {"failed": 1, "preflight": 6, "busy": 7, "not_found": 8, "verification": 9}
 
 _RELEASE_ID = re.compile(r"\d{8}-\d{6}-(?:[0-9a-f]{7}|nogit)-[0-9a-f]{8}")
 _CHUNK = 1 << 20
-
-
-class Fault(Exception):
-    """A refusal with the parts of the one line that the user gets. kind: a key of EXIT_CODES."""
-
-    def __init__(self, kind: str, what: str, why: str = "", next: str = "", where: str = "") -> None:
-        super().__init__(what)
-        self.kind = kind
-        self.parts = {"what": what, "why": why, "next": next, "where": where}
 
 
 # -- pure

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return rundir.answer(lambda: report(Path(parameters["path"]), parameters["run"]))
+    return answers.answer(lambda: report(Path(parameters["path"]), parameters["run"]))
 
 
 def report(path: Path, run: str | None) -> dict[str, Any]:

@@ -13,48 +13,18 @@ import fcntl
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote import processes
+from dflash_ops.remote.answers import Fault
 
 SCHEMA_VERSION = 1
-EXIT_CODES = {"failed": 1, "config": 3, "preflight": 6, "busy": 7, "not_found": 8}
 
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}")
 _STARTING_SECONDS = 60.0
-
-
-class Fault(Exception):
-    """A refusal with the parts of the one line that the user gets. kind: a key of EXIT_CODES."""
-
-    def __init__(self, kind: str, what: str, why: str = "", next: str = "", where: str = "") -> None:
-        super().__init__(what)
-        self.kind = kind
-        self.parts = {"what": what, "why": why, "next": next, "where": where}
-
-
-def answer(verb: Callable[[], dict[str, Any]]) -> int:
-    """Runs a verb and prints its answer, or its fault, as one line of JSON; returns the exit code."""
-    try:
-        reply = verb()
-    except Fault as fault:
-        return refuse(fault)
-    _print({"schema_version": SCHEMA_VERSION, "ok": True, **reply})
-    return 0
-
-
-def refuse(fault: Fault) -> int:
-    _print({"schema_version": SCHEMA_VERSION, "ok": False, "kind": fault.kind, **fault.parts})
-    return EXIT_CODES[fault.kind]
-
-
-def _print(reply: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
 
 
 def now() -> str:

@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir
 
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
 
-_TOOLS = ("processes", "rundir", "supervisor", "stop", "view")
+_TOOLS = ("answers", "processes", "rundir", "supervisor", "stop", "view")
 _TOOLS_MAIN = """\
 # The tools that this run started with: `python3 ops supervisor RUN_DIR`, `python3 ops view RUN_DIR`.
 import importlib, sys
@@ -35,13 +35,13 @@ LOCK_NAME = "dflash-ops-gpu-"
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return rundir.answer(lambda: start(parameters))
+    return answers.answer(lambda: start(parameters))
 
 
 def start(parameters: dict[str, Any]) -> dict[str, Any]:
     path = Path(parameters["path"])
     if shutil.which("tmux") is None:
-        raise rundir.Fault(
+        raise answers.Fault(
             "preflight", "no tmux in the container", "the run would have no window", "apt-get install tmux"
         )
     with rundir.start_lock(path):
@@ -73,13 +73,13 @@ def _refuse_if_busy(path: Path, parameters: dict[str, Any]) -> None:
     for run in rundir.live_runs(path):
         run_id = run["run_id"]
         if rundir.name_of(run_id) == parameters["name"]:
-            raise rundir.Fault(
+            raise answers.Fault(
                 "busy", f"run {run_id} goes on", "", f"dflash-ops train stop {run_id}, or another --name"
             )
         shared = sorted(wanted & set(run["run"].get("gpus") or []))
         if shared:
             which = ", ".join(map(str, shared))
-            raise rundir.Fault(
+            raise answers.Fault(
                 "busy", f"GPU {which} is taken", f"run {run_id} uses it", f"dflash-ops train stop {run_id}"
             )
 
@@ -90,7 +90,7 @@ def _release(path: Path, wanted: str | None) -> Path:
     folder = Path(os.path.realpath(link))
     if not folder.is_dir():
         what = f"there is no release {wanted}" if wanted else "nothing is deployed"
-        raise rundir.Fault(
+        raise answers.Fault(
             "not_found", what, f"{link} is missing", "dflash-ops releases" if wanted else "dflash-ops deploy"
         )
     return folder
@@ -108,7 +108,7 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
         command = [parameters["python"], "-m", "trainer", "train", str(folder / "config.toml"), str(folder)]
         if parameters["init_from"]:
             if not Path(parameters["init_from"]).is_dir():
-                raise rundir.Fault(
+                raise answers.Fault(
                     "not_found", f"no drafter at {parameters['init_from']}", "", "give a folder in the container"
                 )
             command += ["--init-from", parameters["init_from"]]
@@ -133,7 +133,7 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
         rundir.write_json(draft / "run.json", run)
         _write_tools(draft / "ops")
     except OSError as error:
-        raise rundir.Fault(
+        raise answers.Fault(
             "preflight",
             "the run's folder can't be made",
             f"{error.filename or draft}: {error.strerror}",
@@ -148,15 +148,17 @@ def _check_config(config: Path, release: Path, parameters: dict[str, Any]) -> No
     try:
         done = subprocess.run(words, cwd=release, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise rundir.Fault("preflight", "the release can't check the config", str(error), "dflash-ops deploy") from None
+        raise answers.Fault(
+            "preflight", "the release can't check the config", str(error), "dflash-ops deploy"
+        ) from None
     if done.returncode == 0:
         return
     lines = [line for line in done.stderr.decode("utf-8", "replace").strip().split("\n") if line.strip()]
     # The user knows the file by the name on their own machine.
     why = (lines[-1] if lines else f"exit code {done.returncode}").replace(str(config), parameters["config_name"])
     if done.returncode == 3:
-        raise rundir.Fault("config", "the trainer refuses the config", why, "", parameters["config_name"])
-    raise rundir.Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
+        raise answers.Fault("config", "the trainer refuses the config", why, "", parameters["config_name"])
+    raise answers.Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
 
 
 def _resumed(path: Path, run: str | None) -> Path | None:
@@ -164,7 +166,7 @@ def _resumed(path: Path, run: str | None) -> Path | None:
         return None
     folder = rundir.find(path, run)
     if not rundir.checkpoints(folder):
-        raise rundir.Fault("not_found", f"run {folder.name} has no checkpoint", "", "start without --resume")
+        raise answers.Fault("not_found", f"run {folder.name} has no checkpoint", "", "start without --resume")
     return folder
 
 
@@ -195,7 +197,7 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
         if left:
             first = processes.describe(left[0])
             why = f"process {first['pid']} ({first['command']}) is in state {first['state']}, in {first['wchan']}"
-            raise rundir.Fault(
+            raise answers.Fault(
                 "busy", "an earlier run still holds the GPU and can't be killed", why, "dflash-ops gpu-status"
             )
     return described
@@ -238,7 +240,7 @@ def _spawn_supervisor(folder: Path, python: str) -> None:
     supervisor.wait()
     why = words or ("it ended at once" if settled_in_time else f"no word from it in {_SPAWN_SECONDS:.0f} s")
     rundir.write_json(folder / "exit.json", rundir.exit_record(folder.name, 126, last_lines=[why]))
-    raise rundir.Fault("failed", "the supervisor did not start", why, "dflash-ops train status", str(folder))
+    raise answers.Fault("failed", "the supervisor did not start", why, "dflash-ops train status", str(folder))
 
 
 def _lock_descriptors() -> list[int]:

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir
 
 _KILL_SECONDS = 15.0
 _SUPERVISOR_SECONDS = 20.0  # it may still be clearing what the trainer left
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return rundir.answer(lambda: stop(Path(parameters["path"]), parameters["run"], grace=float(parameters["grace"])))
+    return answers.answer(lambda: stop(Path(parameters["path"]), parameters["run"], grace=float(parameters["grace"])))
 
 
 def stop(path: Path, run: str | None, grace: float) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def stop_folder(folder: Path, grace: float) -> dict[str, Any]:
     run = rundir.facts(folder, boot)
     members = rundir.members(run)
     if run["exit"] is not None and not members:
-        raise rundir.Fault(
+        raise answers.Fault(
             "not_found", f"run {folder.name} is not running", _ended(run["exit"]), "dflash-ops train list"
         )
     supervisor = processes.find(run["state"].get("supervisor")) if run["supervisor_alive"] else None
     if supervisor is None and not members:
-        raise rundir.Fault(
+        raise answers.Fault(
             "not_found",
             f"run {folder.name} is not running",
             "its supervisor was lost and nothing of it lives",
@@ -93,10 +93,10 @@ def _target(path: Path, run: str | None) -> Path:
         ]
         live = lost
     if not live:
-        raise rundir.Fault("not_found", "nothing is running", "", "dflash-ops train list")
+        raise answers.Fault("not_found", "nothing is running", "", "dflash-ops train list")
     if len(live) > 1:
         names = ", ".join(facts["run_id"] for facts in live)
-        raise rundir.Fault("busy", "which run?", f"running are {names}", "dflash-ops train stop RUN")
+        raise answers.Fault("busy", "which run?", f"running are {names}", "dflash-ops train stop RUN")
     return path / "runs" / live[0]["run_id"]
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir, stop
+from dflash_ops.remote import answers, processes, rundir, stop
 
 _BACKLOG_BYTES = 64 * 1024
 _STOP_GRACE = 60.0
@@ -67,7 +67,7 @@ def _ask(folder: Path) -> None:
     _say(f"stopping: the trainer saves a checkpoint; killed after {_STOP_GRACE:.0f} s")
     try:
         done = stop.stop_folder(folder, _STOP_GRACE)
-    except rundir.Fault as fault:
+    except answers.Fault as fault:
         _say(f"{fault.parts['what']}: {fault.parts['why']}")
         return
     except KeyboardInterrupt:

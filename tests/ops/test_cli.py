@@ -164,7 +164,7 @@ def test_every_mistake_is_one_line_and_its_code(box: Box, cli: Cli, tmp_path: Pa
         (5, "has changed", direct(known_hosts=str(changed))),
         (6, "container 202 is stopped", right.replace("vmid = 200", "vmid = 202")),
         (8, "there is no container 777", right.replace("vmid = 200", "vmid = 777")),
-        (6, "there is no Python in the container", right.replace('"sandbox"\npath', '"/no/python3"\npath')),
+        (6, "there is no Python", right.replace('"sandbox"\npath', '"/no/python3"\npath')),
         (8, "dflash-ops sandbox up", right.replace(box.sandbox.name, "not-there")),
     ]
     here = tree(tmp_path / "here")

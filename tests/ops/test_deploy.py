@@ -1,6 +1,5 @@
 """deploy, releases, rollback and put, through ssh, pct push and the container's own Python."""
 
-import json
 import os
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Box
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
@@ -170,7 +167,7 @@ def test_no_python_in_it(shell: Shell, box: Box, source: Source) -> None:
         lambda: verbs.deploy(shell, bare, source),
         lambda: verbs.releases(shell, bare),
     ):
-        with pytest.raises(PreflightError, match=r"there is no Python in the container .*/no/such/python3"):
+        with pytest.raises(PreflightError, match=r"there is no Python .*/no/such/python3"):
             ask()
 
 
@@ -278,9 +275,3 @@ def test_several_files_need_a_folder() -> None:
     assert verbs.shared_names("/opt/it", ["a"], "shared/") == ["a"]
     with pytest.raises(UsageFault, match="several files need a folder"):
         verbs.shared_names("/opt/it", ["a", "b"], "shared/d")
-
-
-@given(st.binary())
-def test_noise_is_no_answer(line: bytes) -> None:
-    reply = verbs._document(line)
-    assert reply is None or "schema_version" in json.loads(line)

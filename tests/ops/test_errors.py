@@ -9,6 +9,7 @@ TABLE = {
     "UsageFault": 2,
     "ConfigError": 3,
     "UnreachableError": 4,
+    "LinkLostError": 4,
     "HostKeyError": 5,
     "PreflightError": 6,
     "BusyError": 7,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_ops import render_runs, runs
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
-from dflash_ops.remote import rundir
+from dflash_ops.remote import answers, rundir
 from dflash_ops.runs import RunState, StartRequest
 
 BOX = Container(Host("lab", "lab"), 200, gpus=(3, 1))
@@ -146,8 +146,8 @@ def result(out: bytes, code: int = 0, err: bytes = b"") -> Result:
 def test_refusals_become_their_errors(kind: str, error: type[OpsError]) -> None:
     reply = {"ok": False, "kind": kind, "what": "no", "why": "because", "next": "do", "where": ""}
     with pytest.raises(error, match=r"no \(lab / container 200\): because. Next: do"):
-        runs.answer(result(json.dumps(reply).encode(), rundir.EXIT_CODES[kind]))
-    assert rundir.EXIT_CODES[kind] == error.exit_code
+        runs.answer(result(json.dumps(reply).encode(), answers.EXIT_CODES[kind]))
+    assert answers.EXIT_CODES[kind] == error.exit_code
 
 
 def test_an_answer_behind_noise() -> None:
