@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -121,7 +122,14 @@ class Cli:
     def start(self, *words: str | bytes, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            self.words(*words), stdin=pipe, stdout=pipe, stderr=pipe, cwd=cwd, env=self.environment()
+            self.words(*words),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=cwd,
+            env=self.environment(),
+            # A shell's background job, which the tests may be, ignores Ctrl-C, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def words(self, *words: str | bytes) -> list[str | bytes]:
