@@ -74,8 +74,9 @@ def chunk_loss(
     hidden_MPH: Tensor, head_VH: Tensor, labels_MP: Tensor, mask_MP: Tensor, weighting: Weighting, wants_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss of some whole blocks, and at once its gradient: the logits needn't be kept or made again for it."""
-    logits = F.linear(hidden_MPH.to(head_VH.dtype), head_VH)
-    logits_MPV = logits if logits.dtype == torch.float64 else logits.float()
+    # Products of two axes, not three: else they become one for each block, which reads the whole head each time.
+    logits = hidden_MPH.to(head_VH.dtype).flatten(0, 1) @ head_VH.T
+    logits_MPV = (logits if logits.dtype == torch.float64 else logits.float()).view(*labels_MP.shape, -1)
     total_MP = logits_MPV.logsumexp(dim=-1)
     label_logit_MP = logits_MPV.gather(-1, labels_MP[..., None]).squeeze(-1)
     cross_entropy_MP = (total_MP - label_logit_MP) * mask_MP
@@ -86,7 +87,7 @@ def chunk_loss(
         return loss_sum, normaliser, correct_MP, hidden_MPH.new_empty(0)
     # d cross entropy / d logits = softmax - one-hot of the label; the one-hot part is a row of the head.
     probability_MPV = torch.exp(logits_MPV - total_MP[..., None]) * weights_MP[..., None]
-    grad_MPH = probability_MPV.to(head_VH.dtype) @ head_VH
+    grad_MPH = (probability_MPV.to(head_VH.dtype).flatten(0, 1) @ head_VH).view_as(hidden_MPH)
     grad_MPH = grad_MPH - weights_MP[..., None].to(head_VH.dtype) * F.embedding(labels_MP, head_VH)
     return loss_sum, normaliser, correct_MP, grad_MPH.to(hidden_MPH.dtype)
 
