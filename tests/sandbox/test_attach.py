@@ -50,7 +50,8 @@ def test_a_lock_of_the_host_is_inherited_and_outlives_ssh(client: Client, vmid: 
     pid = retry_until(lambda: client.inside(vmid, "cat /run/holder").text.strip())
     assert client.run(f"flock -n -E 7 {lock} true").code == 7
     # Neither flock nor lxc-attach itself holds it then: the program alone. ([l] so that no pattern finds itself.)
-    assert client.run("pkill -9 -f '[l]xc-attach -n'; pkill -9 -x flock; pgrep -f '[l]xc-attach -n'").out == b""
+    client.run("pkill -9 -f '[l]xc-attach -n'; pkill -9 -x flock")
+    retry_until(lambda: client.run("pgrep -f '[l]xc-attach -n' || pgrep -x flock").code == 1)
     assert client.run(f"flock -n -E 7 {lock} true").code == 7
     client.text(vmid, 'kill -9 "$1"; rm /run/holder', str(pid))
     retry_until(lambda: client.run(f"flock -n -E 7 {lock} true").code == 0)
