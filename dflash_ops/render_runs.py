@@ -35,7 +35,7 @@ def show_runs(runs: Sequence[Run]) -> None:
 
 def show_started(started: Started) -> None:
     for process in started.freed:
-        render.say(f"freed {process.pid} ({process.command[:80]}), left by an earlier run")
+        render.say(f"freed {process.pid} ({short(process.command)}), left by an earlier run")
     again = " (it had been started already)" if started.existing else ""
     render.say(f"run {started.run.id} started{again}, release {started.run.release}")
     if started.window:
@@ -48,7 +48,7 @@ def show_started(started: Started) -> None:
 
 def show_stopped(stopped: Stopped) -> None:
     for process in stopped.killed:
-        render.say(f"killed {process.pid} ({process.command[:80]}): it had not ended in the grace")
+        render.say(f"killed {process.pid} ({short(process.command)}): it had not ended in the grace")
     lost = ", its supervisor had been lost" if stopped.was_lost else ""
     render.say(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s{lost})")
     if stopped.run.checkpoints:
@@ -67,7 +67,7 @@ def show_run(run: Run) -> None:
         render.say(f"  {run.status.error}")
     if run.processes and not run.state.live:
         for process in run.processes:
-            render.say(f"  still alive: {process.pid} ({process.command[:100]}), state {process.state}")
+            render.say(f"  still alive: {process.pid} ({short(process.command)}), state {process.state}")
         render.say(f"  end them: dflash-ops train stop {run.id}")
     if run.state is RunState.FAILED:
         for line in run.last_lines[-10:]:
@@ -113,10 +113,10 @@ def show_gpus(status: GpuStatus) -> None:
 
 
 def _process_row(process: GpuProcess, gpu: Gpu | None) -> tuple[object, ...]:
-    command = process.command
+    words = short(process.command)
     if process.kind == "dead":
         heirs = ", ".join(map(str, process.held_by))
-        command += f" is dead; {heirs} lives on and holds its memory" if heirs else " is dead; nobody we see holds it"
+        words = f"gone; its memory is held by {heirs}" if heirs else "gone; who holds its memory can't be seen"
     return (
         gpu.index if gpu else process.gpu_uuid,
         process.pid,
@@ -126,8 +126,15 @@ def _process_row(process: GpuProcess, gpu: Gpu | None) -> tuple[object, ...]:
         process.kind,
         figure(process.used_mib),
         span(process.age_s),
-        command[:120],
+        words,
     )
+
+
+def short(command: str, width: int = 60) -> str:
+    """A command line for a table: the program without its folder, and no more than fits."""
+    program, space, rest = command.partition(" ")
+    text = program.rpartition("/")[2] + space + rest
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def figure(value: float | None, digits: int = 0) -> str | None:

@@ -179,6 +179,11 @@ def test_a_traceback_there_is_one_line_here() -> None:
 # -- for people
 
 
+def test_short_commands() -> None:
+    assert render_runs.short("/opt/venv/bin/python -m trainer", 40) == "python -m trainer"
+    assert render_runs.short("a " + "b" * 100, 10) == "a bbbbbbb…"
+
+
 def test_spans_and_moments() -> None:
     assert [render_runs.span(it) for it in (None, 0.4, 61, 3600, 90_061)] == [
         None,
