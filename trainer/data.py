@@ -4,7 +4,7 @@
     rows = Rows(documents, row_tokens=1024, seed=0, shuffle=True)
     rows.row(17)
 
-Row i is always the same, whatever was asked for before, so a Cursor is nothing but the next row's number.
+Row i is always the same, whatever was asked for before: a training's place in the data is the next row's number.
 """
 
 # transformers leaves its tokenizers' methods partly untyped.
@@ -84,14 +84,6 @@ class Row:
     def tokens(self) -> int:
         """Tokens that are not padding."""
         return int((self.document_ids >= 0).sum())
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where in the data a training stands."""
-
-    row: int  # number of the next row
-    digest: str  # of the data file
 
 
 # --- reading ---
