@@ -27,6 +27,7 @@ def main() -> NoReturn:
     if os.fork():
         os._exit(0)  # so that the guard is nobody's child: whoever called `up` need not wait for it
     os.setsid()
+    _forget_ignored_signals()
     folder = Path(settings.folder)
     me = _identity(os.getpid())
     remains.note_processes(folder, me)
@@ -57,6 +58,12 @@ def main() -> NoReturn:
         os.waitpid(init, 0)
         remains.clear(folder)
     os._exit(0)
+
+
+def _forget_ignored_signals() -> None:
+    """A caller in a shell's background or under nohup ignores SIGINT or SIGHUP; sessions must not inherit that."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _identity(pid: int) -> ProcessId:

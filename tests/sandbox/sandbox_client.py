@@ -72,9 +72,11 @@ def connect(state: SandboxState, **options: object) -> paramiko.SSHClient:
 
 
 def finish(channel: paramiko.Channel) -> Answer:
-    """Read both streams to their ends, then the exit status."""
+    """Read both streams to their ends, then the exit status; AssertionError when that takes half a minute."""
     out, err = bytearray(), bytearray()
+    deadline = time.monotonic() + 30
     while True:
+        assert time.monotonic() < deadline, f"it does not end: {bytes(out)!r} {bytes(err)!r}"
         if channel.recv_stderr_ready():
             err += channel.recv_stderr(1 << 16)
         elif channel.recv_ready():

@@ -177,6 +177,20 @@ def test_options_take_away_and_bound(tmp_path: Path) -> None:
         assert int(begin_end[1]) - int(begin_end[0]) >= 300_000_000
 
 
+def test_signals_that_the_caller_ignores_work_inside() -> None:
+    """As when `up` runs in a shell's background or under nohup."""
+    ignored = [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP]
+    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    try:
+        up = sandbox.up(NAME, owner=os.getpid())
+    finally:
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
+    with Client(up) as client:
+        assert client.run("grep SigIgn /proc/self/status").text.split()[1].strip("0") == ""
+        assert client.text(200, "grep SigIgn /proc/self/status").split()[1].strip("0") == ""
+
+
 def test_status_tells_how_containers_are_now() -> None:
     up = sandbox.up(NAME, owner=os.getpid())
     with Client(up) as client:
