@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import paramiko
 from cryptography.hazmat.primitives import serialization
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from paramiko.common import (
     AUTH_FAILED,
     AUTH_SUCCESSFUL,
+    MSG_CHANNEL_REQUEST,
     OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED,
     OPEN_FAILED_CONNECT_FAILED,
     OPEN_SUCCEEDED,
@@ -83,7 +84,7 @@ def serve(keys: Keys, host_key: paramiko.PKey, ready: int) -> NoReturn:
 
 def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.PKey) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    transport = paramiko.Transport(connection)
+    transport = _Transport(connection)
     transport.add_server_key(host_key)
     transport.set_subsystem_handler("sftp", paramiko.SFTPServer, sftp_si=HypervisorFiles)
     server = Connection(transport, keys.client_public)
@@ -108,6 +109,25 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
     finally:
         transport.close()
         server.close()
+
+
+def _answer_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
+    """Answers a request on a channel, then lets a command that it started speak."""
+    paramiko.Channel._handle_request(channel, message)  # pyright: ignore[reportAttributeAccessIssue]
+    transport: Any = channel.transport
+    connection: Connection = transport.server_object
+    session = connection.sessions.get(channel.get_id())
+    if session is not None:
+        session.carry()
+
+
+class _Transport(paramiko.Transport):
+    """paramiko has no public place for what is to happen after the answer to a request."""
+
+    _channel_handler_table: ClassVar[dict[int, Any]] = {
+        **paramiko.Transport._channel_handler_table,  # pyright: ignore[reportAttributeAccessIssue]
+        MSG_CHANNEL_REQUEST: _answer_request,
+    }
 
 
 class Connection(paramiko.ServerInterface):

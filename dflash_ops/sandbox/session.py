@@ -51,6 +51,7 @@ class Session:
         }
         self._master: int | None = None
         self._slave: int | None = None
+        self._carrier: threading.Thread | None = None
 
     def want_terminal(self, term: str, size: WindowSize) -> None:
         """Give the session a pseudo-terminal; before the command is started."""
@@ -73,7 +74,7 @@ class Session:
         self._master = self._slave = None
 
     def start(self, channel: paramiko.Channel, command: bytes | None) -> bool:
-        """Start the login shell with `command`, or for a person (None); its end closes the channel."""
+        """Start the login shell with `command`, or for a person (None); `carry` then takes its bytes."""
         words: list[bytes] = [b"-bash"] if command is None else [b"bash", b"-c", command]
         try:
             if self._slave is None:
@@ -104,8 +105,15 @@ class Session:
         except OSError:
             self.closed = True
             return False
-        threading.Thread(target=self._carry, args=(channel, process), daemon=True).start()
+        self._carrier = threading.Thread(target=self._carry, args=(channel, process), daemon=True)
         return True
+
+    def carry(self) -> None:
+        """Begin to carry a started command's bytes; its end closes the channel. To be called once the client has been
+        told that the command was started: a short one would else be over, and its channel closed, before that."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.start()
 
     def _carry(self, channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
         """Carry the command's bytes until its output ends, report how it ended, close the channel."""
