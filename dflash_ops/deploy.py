@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import stamina
 
@@ -106,23 +106,26 @@ def deploy(shell: Shell, container: Container, source: Source, *, on_step: OnSte
     begun = time.monotonic()
     on_step(f"reading {source}")
     commit, manifest = read(shell, source)
+    # The temporary file has no name: nothing is left of it, whatever ends this process.
     with (
-        tempfile.TemporaryDirectory(prefix="dflash-ops-") as folder,
+        tempfile.TemporaryFile() as archive,
         _receiver(shell, container, "deploy", 2 * manifest.size, on_step) as (talk, ready),
     ):
         release = Release(later_than(ready["newest"], datetime.now(UTC)), commit, manifest)
-        archive = write_archive(release, source.root, Path(folder, "release.tar"))
-        _send(shell, container, archive.file, archive.size, ready["part"], on_step)
+        write_archive(release, source.root, archive)
+        size, sha256 = sha256_of(archive)
+        _send(shell, container, archive, size, ready["part"], on_step)
         on_step(f"unpacking and checking {release.id}")
-        request = {"id": release.id, "size": archive.size, "sha256": archive.sha256}
-        done = _request(shell, container, talk, request, archive.size + manifest.size)
+        done = _request(
+            shell, container, talk, {"id": release.id, "size": size, "sha256": sha256}, size + manifest.size
+        )
     return Deployed(
         container=str(container),
         release=release.id,
         commit=commit,
         files=len(manifest.files),
         size=manifest.size,
-        sent=archive.size,
+        sent=size,
         seconds=time.monotonic() - begun,
         previous=done["previous"],
     )
@@ -162,9 +165,10 @@ def put(
             raise NotFoundError("no such file to put", where=printable(str(file)), next="name a regular file")
     sent = 0
     with _receiver(shell, container, "put", sum(file.stat().st_size for file in files), on_step) as (talk, ready):
-        for file, name in zip(files, wanted, strict=True):
-            size, sha256 = sha256_of(file)
-            _send(shell, container, file, size, ready["part"], on_step)
+        for place, name in zip(files, wanted, strict=True):
+            with place.open("rb") as file:
+                size, sha256 = sha256_of(file)
+                _send(shell, container, file, size, ready["part"], on_step)
             on_step(f"checking shared/{printable(name)}")
             _request(shell, container, talk, {"target": name, "size": size, "sha256": sha256}, size)
             sent += size
@@ -224,7 +228,7 @@ def _receiver(
             yield talk, ready
 
 
-def _send(shell: Shell, container: Container, file: Path, size: int, part: str, on_step: OnStep) -> None:
+def _send(shell: Shell, container: Container, file: BinaryIO, size: int, part: str, on_step: OnStep) -> None:
     host = container.host
     on_step(f"staging on {host}")
     with staging(shell, host) as folder:

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, line
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
@@ -224,14 +223,14 @@ class Shell:
 
     # -- files
 
-    def send(self, host: Host, source: bytes | Path, remote_path: str) -> int:
-        """Writes a file on the host over SFTP, checks its size, and gives it. A full disk raises PreflightError."""
-        wanted = len(source) if isinstance(source, bytes) else source.stat().st_size
+    def send(self, host: Host, source: bytes | BinaryIO, remote_path: str) -> int:
+        """Writes a file on the host over SFTP, checks its size, and gives it. source: all of an open file, or bytes.
+        A full disk raises PreflightError."""
+        file = BytesIO(source) if isinstance(source, bytes) else source
+        wanted = file.seek(0, os.SEEK_END)
+        file.seek(0)
         why, got = "", None
-        with (
-            self._link(host).sftp() as sftp,
-            BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
-        ):
+        with self._link(host).sftp() as sftp:
             try:
                 # Its own check of the size is all that tells of a full disk: the writes are not waited for.
                 got = sftp.putfo(file, remote_path, wanted).st_size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, BinaryIO, cast
 
 from dflash_ops.command import Command, Local
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
@@ -32,15 +32,6 @@ class Source:
 
     def __str__(self) -> str:
         return str(self.root / self.only if self.only else self.root)
-
-
-@dataclass(frozen=True)
-class Archive:
-    """A tar file of a release, its manifest first."""
-
-    file: Path
-    size: int
-    sha256: str
 
 
 def choose(explicit: Path | None, inventory: Path | None, *, here: Path) -> Source:
@@ -82,10 +73,12 @@ def read(shell: Shell, source: Source) -> tuple[str | None, Manifest]:
     return (_git_commit(shell, source.root) if in_git else None), manifest
 
 
-def write_archive(release: Release, root: Path, file: Path) -> Archive:
-    """Writes the release as a tar file. OpsError when a file is no longer what the manifest says."""
+def write_archive(release: Release, root: Path, file: BinaryIO) -> None:
+    """Writes the release as a tar file, its manifest first. OpsError when a file is not what the manifest says."""
     # GNU's format carries names of any bytes and any length.
-    with tarfile.open(file, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as archive:
+    with tarfile.open(
+        fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
+    ) as archive:
         record = release.record()
         archive.addfile(_member(FileEntry(MANIFEST, 0o644, len(record), "")), BytesIO(record))
         for entry in release.manifest.files:
@@ -100,7 +93,6 @@ def write_archive(release: Release, root: Path, file: Path) -> Archive:
                     raise _changed(entry.path) from error
                 if hashing.sha256 != entry.sha256 or content.read(1):
                     raise _changed(entry.path)
-    return Archive(file, *sha256_of(file))
 
 
 class _Hashing:
@@ -122,12 +114,12 @@ class _Hashing:
         return self._digest.hexdigest()
 
 
-def sha256_of(file: Path) -> tuple[int, str]:
-    """Bytes and sha256 of a file."""
-    with file.open("rb") as content:
-        hashing = _Hashing(content)
-        while hashing.read(1 << 20):
-            pass
+def sha256_of(file: BinaryIO) -> tuple[int, str]:
+    """Bytes and sha256 of all of an open file."""
+    file.seek(0)
+    hashing = _Hashing(file)
+    while hashing.read(1 << 20):
+        pass
     return hashing.size, hashing.sha256
 
 
@@ -152,7 +144,8 @@ def _entry(root: Path, name: str) -> FileEntry:
             check_link(name, link)
             return FileEntry(name, 0o777, 0, "", link)
         if stat.S_ISREG(state.st_mode):
-            size, sha256 = sha256_of(place)
+            with place.open("rb") as file:
+                size, sha256 = sha256_of(file)
             return FileEntry(name, stat.S_IMODE(state.st_mode) & 0o777, size, sha256)
     except OSError as error:
         raise PreflightError(

@@ -16,7 +16,8 @@ from dflash_ops.command import Command, Local, Result
 from dflash_ops.release import Release
 from dflash_ops.remote import bundle, releases
 from dflash_ops.shell import Shell
-from dflash_ops.source import Archive, Source, read, sha256_of, write_archive
+from dflash_ops.source import Source, read, sha256_of, write_archive
+
 
 WHEN = datetime(2026, 11, 29, tzinfo=UTC)
 
@@ -54,7 +55,7 @@ class Receiver:
     def deploy(
         self,
         release: Release,
-        archive: Archive,
+        archive: Path,
         kill_at: int | None = None,
         *,
         push: Callable[[Path], None] | None = None,
@@ -64,10 +65,12 @@ class Receiver:
             last = ready = talk.hear()
             if ready is not None and json.loads(ready)["ok"]:
                 part = Path(json.loads(ready)["part"])
-                shutil.copyfile(archive.file, part)
+                shutil.copyfile(archive, part)
                 if push is not None:
                     push(part)
-                request = {"id": release.id, "size": archive.size, "sha256": archive.sha256}
+                with archive.open("rb") as file:
+                    size, sha256 = sha256_of(file)
+                request = {"id": release.id, "size": size, "sha256": sha256}
                 talk.say(b"\n\n" + json.dumps(request).encode() + b"\n")
                 last = talk.hear()
             result = talk.finish()
@@ -90,10 +93,10 @@ def receiver(shell: Shell, tmp_path: Path) -> Receiver:
 
 
 @pytest.fixture
-def made(shell: Shell, tmp_path: Path) -> Callable[[int], tuple[Release, Archive]]:
+def made(shell: Shell, tmp_path: Path) -> Callable[[int], tuple[Release, Path]]:
     """Makes the archive of the n-th version of a small tree."""
 
-    def make(version: int) -> tuple[Release, Archive]:
+    def make(version: int) -> tuple[Release, Path]:
         folder = tmp_path / f"source{version}"
         (folder / "trainer").mkdir(parents=True)
         (folder / "trainer" / "a.py").write_text(f"version = {version}\n" * 1000)
@@ -103,7 +106,10 @@ def made(shell: Shell, tmp_path: Path) -> Callable[[int], tuple[Release, Archive
         (folder / "link").symlink_to("trainer/a.py")
         commit, manifest = read(shell, Source(folder))
         release = Release(WHEN + timedelta(minutes=version), commit, manifest)
-        return release, write_archive(release, folder, tmp_path / f"{version}.tar")
+        archive = tmp_path / f"{version}.tar"
+        with archive.open("w+b") as file:
+            write_archive(release, folder, file)
+        return release, archive
 
     return make
 
@@ -178,10 +184,10 @@ def test_an_archive_that_lies_is_refused(receiver: Receiver, made, tmp_path: Pat
     release, archive = made(1)
     for name, what in (("link", "comes twice"), ("../escape", "would leave"), ("more.py", "is not whole")):
         file = tmp_path / "lie.tar"
-        shutil.copyfile(archive.file, file)
+        shutil.copyfile(archive, file)
         with tarfile.open(file, "a") as members:
             members.addfile(tarfile.TarInfo(name))
-        code, answer = receiver.deploy(release, Archive(file, *sha256_of(file)))
+        code, answer = receiver.deploy(release, file)
         assert code == 9 and answer is not None and what in answer["what"]
         assert releases.names(receiver.path) == [] and receiver.leftovers() == []
 

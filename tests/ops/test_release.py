@@ -4,6 +4,7 @@ import os
 import subprocess
 import tarfile
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -157,19 +158,16 @@ def test_which_folder(tmp_path: Path) -> None:
         sources.choose(tmp_path / "gone", None, here=here)
 
 
-def archive_of(shell: Shell, folder: Path, file: Path) -> tuple[Release, sources.Archive]:
-    commit, manifest = sources.read(shell, Source(folder))
-    release = Release(WHEN, commit, manifest)
-    return release, sources.write_archive(release, folder, file)
-
-
 def test_the_archive_holds_the_manifest_first_and_then_every_file(tmp_path: Path, shell: Shell) -> None:
     folder = tree(tmp_path / "in", "a.py", "x" * 200 + "/" + "y" * 200)
     (folder / "link").symlink_to("a.py")
-    _, archive = archive_of(shell, folder, tmp_path / "release.tar")
-    with tarfile.open(archive.file) as members:
+    commit, manifest = sources.read(shell, Source(folder))
+    with (tmp_path / "release.tar").open("w+b") as file:
+        sources.write_archive(Release(WHEN, commit, manifest), folder, file)
+        size, _ = sources.sha256_of(file)
+    assert size == (tmp_path / "release.tar").stat().st_size
+    with tarfile.open(tmp_path / "release.tar") as members:
         assert members.getnames() == [MANIFEST, "a.py", "link", "x" * 200 + "/" + "y" * 200]
-    assert archive.size == archive.file.stat().st_size
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "other"])
@@ -178,7 +176,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, shell: Shell, 
     _, manifest = sources.read(shell, Source(folder))
     (folder / "a.py").write_text({"longer": "a.py+", "shorter": "a", "other": "b.py"}[change])
     with pytest.raises(OpsError, match=r"a file changed while it was read \(a\.py\)"):
-        sources.write_archive(Release(WHEN, None, manifest), folder, tmp_path / "release.tar")
+        sources.write_archive(Release(WHEN, None, manifest), folder, BytesIO())
 
 
 @given(st.text(max_size=20))

@@ -255,7 +255,8 @@ def test_send_and_staging(shell: Shell, container: Container, tmp_path: Path) ->
     file.write_bytes(os.urandom(3 << 20))
     with staging(shell, host) as folder:
         assert shell.run(host, Command(("stat", "-c", "%a %U", folder))).out == b"700 root\n"
-        assert shell.send(host, file, f"{folder}/a") == 3 << 20
+        with file.open("rb") as content:
+            assert shell.send(host, content, f"{folder}/a") == 3 << 20
         assert shell.send(host, b"", f"{folder}/empty") == 0
         sums = shell.run(host, Command(("sha256sum", f"{folder}/a"))).out
         assert sums.split()[0].decode() == hashlib.sha256(file.read_bytes()).hexdigest()
