@@ -18,7 +18,6 @@ from dflash_ops.remote import bundle, releases
 from dflash_ops.shell import Shell
 from dflash_ops.source import Source, read, sha256_of, write_archive
 
-
 WHEN = datetime(2026, 11, 29, tzinfo=UTC)
 
 # Names each thing that its process does below a folder on stderr, and ends it, as SIGKILL does, before the n-th.
