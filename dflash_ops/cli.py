@@ -229,9 +229,12 @@ def _told(line: str, code: int, debug: bool) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process; a reader that has gone (`| head`) is no error."""
+    """Ends the process. A reader that has gone (`| head`) is no error, a full disk under `> file` is."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] (it is None after `>&-`)
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's own last flush must not complain again
+        if not isinstance(error, BrokenPipeError):
+            code = _told(f"the output can't be written: {error.strerror}", 1, debug=False)
     sys.exit(code)

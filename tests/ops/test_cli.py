@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import shlex
 import signal
 import struct
 import subprocess
@@ -109,6 +110,18 @@ def test_exec_streams_and_a_reader_that_leaves_is_no_error(cli: Cli) -> None:
     assert client.stderr.read() == b""
     client.stderr.close()
     client.stdin.close()
+
+
+def test_streams_that_are_closed_or_full(cli: Cli) -> None:
+    def through_a_shell(*words: str, redirected: str) -> subprocess.CompletedProcess[bytes]:
+        line = shlex.join([os.fsdecode(word) for word in cli.words(*words)]) + redirected
+        return subprocess.run(["sh", "-c", line], env=cli.environment(), capture_output=True)
+
+    assert through_a_shell("exec", "echo", "hi", redirected="<&-").stdout == b"hi\n"
+    assert through_a_shell("releases", redirected=">&-").stderr == b""
+    for words in (("releases", "--json"), ("exec", "echo", "hi")):
+        done = through_a_shell(*words, redirected=">/dev/full")
+        assert done.returncode == 1 and "No space left on device" in one_line(done)
 
 
 def test_ctrl_c_ends_it_quietly(cli: Cli) -> None:
