@@ -92,6 +92,10 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
         run(config, run_dir, init_from=init_from, resume=resume, stop=stop, say=say)
     except (CheckpointError, DataError, TargetError, TrainingError, OSError) as error:
         return fail(error)
+    # Everything is written. While Python takes itself down it would give the signals back their default, death: a stop
+    # that comes now must not turn a good end into a bad one.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     return 0
 
 

@@ -5,6 +5,7 @@ predicts token a + k. The block sees the features of its document before the anc
 anchor's own feature doesn't exist yet, and training with it leaks the next token.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128  # side of a flex attention tile; a multiple of what its kernels work on
@@ -76,6 +78,17 @@ def sample_anchors(
     anchors = np.zeros(count, dtype=np.int64)
     anchors[: len(chosen)] = chosen
     return anchors, np.arange(count) < len(chosen)
+
+
+def whole_tiles(anchors_BN: Tensor, keep_BN: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Anchors and keep with as many empty slots added as make the queries whole tiles.
+
+    With fewer than 128 queries flex attention compiles to its decoding kernel, which has no choice that fits our tiles
+    (torch 2.11: NoValidChoicesError).
+    """
+    step = TILE // math.gcd(TILE, block_size)
+    extra = -anchors_BN.shape[1] % step
+    return F.pad(anchors_BN, (0, extra)), F.pad(keep_BN, (0, extra))
 
 
 def make_blocks(

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trainer.blocks import dense_mask, make_blocks, tile_mask
+from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
 from trainer.draft import DraftConfig, DraftModel
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Weighting, blocks_loss, chunk_loss
@@ -40,14 +40,17 @@ def features_of(target: TargetModel, rows: RowBatch, draft: DraftConfig, device:
     """The target's part: features of the rows, the blocks and their embeddings, brought to the drafter's device."""
     tokens = int((rows.document_ids_BS >= 0).sum())  # before it moves: rows are still on the CPU
     here = rows.to(target.device)
+    anchors_BN, keep_BN = here.anchors_BN, here.keep_BN
+    if device.type == "cuda":
+        anchors_BN, keep_BN = whole_tiles(anchors_BN, keep_BN, draft.block_size)
     features_BSF = target.features(here.ids_BS, here.document_ids_BS, draft.target_layer_ids, here.positions_BS)
     blocks = make_blocks(
         here.ids_BS,
         here.loss_mask_BS,
         here.document_ids_BS,
         here.positions_BS,
-        here.anchors_BN,
-        here.keep_BN,
+        anchors_BN,
+        keep_BN,
         block_size=draft.block_size,
         mask_token_id=draft.mask_token_id,
     )

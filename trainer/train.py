@@ -16,6 +16,7 @@ from typing import Literal, cast
 
 import torch
 
+from trainer.blocks import TILE
 from trainer.checkpoint import (
     CheckpointError,
     Progress,
@@ -88,6 +89,8 @@ def _train(
     settings = config.train
     device = pick_device(settings.device)
     target_device = pick_device(settings.target_device or settings.device)
+    if device.type == "cuda" and config.data.row_tokens % TILE:
+        raise TrainingError(f"data.row_tokens {config.data.row_tokens}: on a GPU it must be a multiple of {TILE}")
 
     # What is learned from, and by whom.
     target = load_target(config.target.path, target_device, target_dtype(config, target_device))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.blocks import TILE, Blocks, dense_mask, make_blocks, sample_anchors, share, tile_mask
+from trainer.blocks import TILE, Blocks, dense_mask, make_blocks, sample_anchors, share, tile_mask, whole_tiles
 from trainer.data import Document, Row, make_row
 from trainer.features import RowBatch
 from trainer.feed import row_batch
@@ -172,3 +172,13 @@ def test_a_full_tile_never_shows_another_document() -> None:
     assert mask.full_kv_num_blocks is not None and mask.full_kv_num_blocks.tolist() == [[[2]]]  # keys 256..511
     dense = dense_mask(blocks, 640)[:, 0]
     assert (expanded(mask, dense) == dense).all()
+
+
+@given(anchors=st.integers(1, 70), block_size=st.sampled_from([2, 3, 8, 10, 16, 128]))
+def test_empty_slots_fill_the_queries_to_whole_tiles(anchors: int, block_size: int) -> None:
+    filled, keep = whole_tiles(torch.arange(anchors)[None], torch.ones(1, anchors, dtype=torch.bool), block_size)
+    assert filled.shape == keep.shape
+    assert filled.shape[1] * block_size % TILE == 0
+    assert filled[0, :anchors].tolist() == list(range(anchors)) and keep[0, :anchors].all()
+    assert not filled[0, anchors:].any() and not keep[0, anchors:].any()
+    assert (filled.shape[1] - anchors) * block_size < TILE * block_size

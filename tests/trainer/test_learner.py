@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.blocks import dense_mask
+from trainer.blocks import dense_mask, whole_tiles
 from trainer.data import Document, Row, make_row
 from trainer.draft import DraftConfig, DraftModel
 from trainer.features import FeatureBatch, RowBatch
@@ -152,3 +152,18 @@ def test_rows_move_and_keep_their_meaning() -> None:
     moved = rows.to(CPU)
     assert isinstance(moved, RowBatch)
     assert all((one == other).all() for one, other in zip(vars(rows).values(), vars(moved).values(), strict=True))
+
+
+def test_empty_slots_change_no_loss_and_no_gradient(target: TargetModel) -> None:
+    learner, row = learner_of(target), make_row(0, [document(40), document(30, seed=1)], 96)
+    figures: list[tuple[float, ...]] = []
+    for slots in (9, 32):
+        rows = row_batch([row], 9, 0)
+        anchors, keep = (rows.anchors_BN, rows.keep_BN) if slots == 9 else whole_tiles(rows.anchors_BN, rows.keep_BN, 4)
+        assert anchors.shape[1] == slots
+        batch = features_of(
+            target, replace(rows, anchors_BN=anchors, keep_BN=keep), config_of(learner), torch.device("cpu")
+        )
+        learner.learn(batch)
+        figures.append(learner.update(0.0).read())
+    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
