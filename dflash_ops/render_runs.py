@@ -1,6 +1,7 @@
 """Runs and GPUs for people. Values come from runs.py and gpus.py; nothing is asked here."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -102,7 +103,7 @@ def show_gpus(status: GpuStatus) -> None:
     by_uuid = {gpu.uuid: gpu for gpu in status.gpus}
     if status.processes:
         columns = ("GPU", "PID", "CONTAINER", "PID THERE", "RUN", "KIND", "MEMORY MiB", "AGE", "COMMAND")
-        rows = [_process_row(process, by_uuid.get(process.gpu_uuid)) for process in status.processes]
+        rows = [_process_row(process, by_uuid.get(process.gpu_uuid), more) for process, more in _gathered(status)]
         render.table(columns, rows, right=("PID", "PID THERE", "MEMORY MiB", "AGE"))
     else:
         render.say("no process holds a GPU")
@@ -112,8 +113,26 @@ def show_gpus(status: GpuStatus) -> None:
         render.note(problem)
 
 
-def _process_row(process: GpuProcess, gpu: Gpu | None) -> tuple[object, ...]:
+def _gathered(status: GpuStatus) -> list[tuple[GpuProcess, int]]:
+    """Each process with how many more like it are not shown: a live run's workers that hold the device open, as
+    torch's compile workers do, and are charged with nothing, stand behind the run's process that is charged."""
+    charged = {(it.gpu_uuid, it.run_id) for it in status.processes if it.kind == "run" and it.used_mib is not None}
+
+    def is_worker(it: GpuProcess) -> bool:
+        return it.kind == "run" and it.used_mib is None and (it.gpu_uuid, it.run_id) in charged
+
+    workers = Counter((it.gpu_uuid, it.run_id) for it in status.processes if is_worker(it))
+    return [
+        (it, workers.pop((it.gpu_uuid, it.run_id), 0) if it.kind == "run" else 0)
+        for it in status.processes
+        if not is_worker(it)
+    ]
+
+
+def _process_row(process: GpuProcess, gpu: Gpu | None, more: int) -> tuple[object, ...]:
     words = short(process.command)
+    if more:
+        words = f"{short(process.command, 40)} (+{more} workers)"
     if process.kind == "dead":
         heirs = ", ".join(map(str, process.held_by))
         words = f"gone; its memory is held by {heirs}" if heirs else "gone; who holds its memory can't be seen"

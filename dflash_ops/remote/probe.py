@@ -21,6 +21,10 @@ _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 
 
+# In the environment of our own nvidia-smi: it holds the devices while it asks, and is no user of a GPU.
+_PROBE = b"DFLASH_OPS_PROBE"
+
+
 def main(parameters: dict[str, Any]) -> int:
     path = parameters["path"]
     return answers.answer(lambda: probe(Path(path) if path else None, parameters["queries"], parameters["seconds"]))
@@ -49,7 +53,11 @@ def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str
     for name, words in queries.items():
         try:
             started[name] = subprocess.Popen(
-                ["nvidia-smi", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                ["nvidia-smi", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environb, _PROBE: b"1"},
             )
         except OSError as error:
             answers[name] = {"code": None, "out": "", "why": f"nvidia-smi: {error.strerror}"}
@@ -76,6 +84,8 @@ def holders() -> list[dict[str, Any]]:
         if not minors and not locks:
             continue
         environment = processes.environment(process.pid)
+        if _PROBE in environment:
+            continue
         # A supervisor, and what starts one, names its run in its command line; its environment has no run id.
         named = _RUN_ID.search(processes.command(process.pid)) if locks else None
         found.append(

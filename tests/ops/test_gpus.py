@@ -222,3 +222,28 @@ def test_every_charge_is_told_once_and_nothing_foreign_is_stale(
         if process.stale:
             assert (process.run_id, process.vmid, alive) == (RUN, 200, False)
     json.dumps(status.to_json(), allow_nan=False)
+
+
+def process(pid: int, run_id: str | None, kind: gpus.Kind, used_mib: float | None) -> gpus.GpuProcess:
+    return gpus.GpuProcess(
+        gpu_uuid=UUIDS[0],
+        pid=pid,
+        container_pid=pid,
+        vmid=200,
+        run_id=run_id,
+        kind=kind,
+        used_mib=used_mib,
+        age_s=1.0,
+        state="S",
+        command=f"python worker{pid}",
+    )
+
+
+def test_a_runs_workers_stand_behind_it_and_nothing_else_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [process(1, RUN, "run", 1056.0), process(2, RUN, "run", None), process(3, RUN, "run", None)]
+    found += [process(4, "other-20261129-120000-abcd", "run", None), process(5, RUN, "stale", None)]
+    found += [process(6, None, "container", None)]
+    render_runs.show_gpus(gpus.GpuStatus("lab", (), tuple(found), ()))
+    out = capsys.readouterr().out
+    assert "worker1 (+2 workers)" in out and "worker2" not in out and "worker3" not in out
+    assert all(f"worker{pid}" in out for pid in (4, 5, 6))

@@ -10,6 +10,7 @@ from conftest import Box, Cli, write_inventory
 from stand_in import retry_until
 
 from dflash_ops import deploy, gpus, source, train
+from dflash_ops.command import Command
 from dflash_ops.inventory import load
 from dflash_ops.runs import StartRequest
 from dflash_ops.sandbox.state import SandboxState
@@ -72,3 +73,13 @@ def test_a_host_without_the_driver_says_so(box: Box, shell: Shell) -> None:
     status = gpus.join("box", view, {})
     assert status.gpus == ()
     assert status.problems == ("box: nvidia-smi: No such file or directory",)
+
+
+def test_a_probes_own_nvidia_smi_is_no_holder(box: Box, shell: Shell) -> None:
+    container = load(box.inventory).container("trainer")
+    hold = "import os, sys; os.open('/dev/nvidia0', 0); print('held', flush=True); sys.stdin.read()"
+    for mark, seen in (("DFLASH_OPS_PROBE", False), ("DFLASH_OPS_OTHER", True)):
+        with shell.converse(container, Command((container.python, "-c", hold), env={mark: "1"})) as talk:
+            assert talk.hear() == b"held"
+            holders = shell.ask(box.host, gpus.host_query())["holders"]
+            assert any("os.open('/dev/nvidia0'" in holder["command"] for holder in holders) == seen
