@@ -29,7 +29,10 @@ OTHERS = {"regenerate": "trainer.regenerate", "eval": "trainer.evaluate", "impor
 def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if words and words[0] in OTHERS:
-        return int(importlib.import_module(OTHERS[words[0]]).main(words[1:]))
+        try:
+            return int(importlib.import_module(OTHERS[words[0]]).main(words[1:]))
+        except (ValueError, OSError) as error:
+            return fail(error)
     options = _parser().parse_args(words)
     try:
         if options.command == "check":

@@ -177,7 +177,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, help="only the first N of them")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (%(default)s)")
     parser.add_argument("--drafts", type=int, help="check only the first N drafts of each block (default: all)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="only float32 is lossless (%(default)s)"
     )
@@ -196,7 +196,7 @@ def main(words: list[str]) -> int:
     options = _arguments(words)
     dtype: torch.dtype = getattr(torch, options.dtype)
     target = load_target(options.target, options.device, dtype)
-    drafter, config = load_drafter(options.drafter, options.device, dtype)
+    drafter, config = load_drafter(options.drafter, target.device, dtype)
     if (config.hidden_size, config.num_target_layers) != (target.config.hidden_size, target.num_layers):
         raise ValueError(f"the drafter {options.drafter} was made for another target than {options.target}")
     prompts = list(read_prompts(options.data, target, options.prompts))
@@ -215,7 +215,7 @@ def main(words: list[str]) -> int:
         "target": options.target,
         "drafter": str(options.drafter),
         "data": str(options.data),
-        "device": options.device,
+        "device": str(target.device),
         "dtype": options.dtype,
         "max_new_tokens": options.max_new_tokens,
         "block_size": config.block_size,

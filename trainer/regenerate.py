@@ -180,13 +180,17 @@ def _arguments(words: list[str]) -> argparse.Namespace:
         "--time-limit", type=float, metavar="S", help="begin no prompt after S/3 seconds, no answer after S"
     )
     parser.add_argument("--batch", type=int, default=768, help="sequences at a time (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (%(default)s)")
+    parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     return parser.parse_args(words)
 
 
 def _share(words: list[str] | None, files: ExitStack) -> tuple[int, TextIO] | None:
-    return (int(words[0]), files.enter_context(_create(Path(words[1])))) if words else None
+    if words is None:
+        return None
+    if not words[0].isdecimal():
+        raise ValueError(f"{words[0]!r} is no number of rows: give a number, then a file")
+    return int(words[0]), files.enter_context(_create(Path(words[1])))
 
 
 def _create(path: Path) -> TextIO:

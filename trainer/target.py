@@ -350,11 +350,16 @@ def check_family(config: Any) -> None:
 def load_target(
     path_or_name: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> TargetModel:
-    """Load a target from a local folder or by its hub name, frozen and in eval mode. Raises TargetError."""
+    """Load a target from a local folder or by its hub name, frozen and in eval mode. Raises TargetError.
+
+    device: "auto" is the first GPU, or the CPU where there is none.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a load takes a moment, and a log file is no place for bars
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     name = str(path_or_name)
     if (name.startswith(("/", ".", "~")) or Path(name).exists()) and not Path(name, "config.json").is_file():
         raise TargetError(f"{name} is not a folder with a model (no config.json in it)")
@@ -362,6 +367,7 @@ def load_target(
         check_family(AutoConfig.from_pretrained(name))
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except OSError as error:
-        raise TargetError(f"the target {name} can't be loaded: {str(error).splitlines()[0]}") from error
-    return TargetModel(model.to(device), tokenizer)
+        model.to(device)
+    except (OSError, RuntimeError, AssertionError) as error:  # torch says by the last two that there is no such device
+        raise TargetError(f"the target {name} can't be loaded on {device}: {str(error).splitlines()[0]}") from error
+    return TargetModel(model, tokenizer)

@@ -1,8 +1,10 @@
 """A tiny target and data for it, made once for all tests of the trainer."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_training
 
 
@@ -12,3 +14,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_training(folder)
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: for tiny matrices a second one is of no use, and on a busy machine it is waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

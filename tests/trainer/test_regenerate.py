@@ -16,6 +16,8 @@ from trainer.regenerate import Counts, answer, in_order, main, plain_text, sampl
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def talkative(seed: int = 0) -> TargetModel:
     """A tiny target whose turns end, at random's whim: every sixth token is an end token for it."""

@@ -18,6 +18,8 @@ from trainer.evaluate import measure, read_prompts, summary
 from trainer.speculate import Decoded, compare, decode_plain, decode_speculative, matches
 from trainer.target import KeyValueCache, TargetModel, load_target
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEVER: frozenset[int] = frozenset()
 DEMO = Path(dflash_ops.__file__).parent / "demo"
 
@@ -215,7 +217,9 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 # --- the real thing ---
 
 
+@pytest.mark.timeout(300)  # 40 s on two idle cores
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
+    torch.set_num_threads(2)  # until the fixture ends
     target = load_target(real_model_folder())
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
     prompts = list(read_prompts(DEMO / "heldout.jsonl", target, 20))
