@@ -123,6 +123,7 @@ def test_cut_at_every_step_in_every_way(
         known.add(verbs.deploy(door, container, source).release)
         assert check_whole(door, container, known) == max(known)
         until(lambda: leftovers(door, container) == [])
+    door.run(container, Command(("rm", "-r", container.path)), check=True)  # the disk is small
 
 
 def proxied(proxy: Proxy, container: Container, folder: Path) -> Path:
