@@ -217,14 +217,13 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 # --- the real thing ---
 
 
-@pytest.mark.timeout(300)  # 40 s on two idle cores
+@pytest.mark.timeout(300)  # 40 s on an idle core
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
-    torch.set_num_threads(2)  # until the fixture ends
     target = load_target(real_model_folder())
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
     prompts = list(read_prompts(DEMO / "heldout.jsonl", target, 20))
-    figures = summary(list(measure(target, drafter, prompts, 16)))
+    figures = summary(list(measure(target, drafter, prompts, 12)))
     assert figures["compared"] == 20
     assert figures["wrong_tokens"] == 0
     assert figures["equal_tokens"] + figures["near_ties"] == figures["tokens"]
-    assert figures["acceptance_micro"] > 1.2  # 16 tokens are few: the drafter's own figure is in docs/decisions.md
+    assert figures["acceptance_micro"] > 1.2  # 12 tokens are few: the drafter's own figure is in docs/decisions.md
