@@ -18,6 +18,9 @@ from dflash_ops.inventory import load
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
+# As the trainer's own command line does, before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long counts whole, not a seeded tenth of them")

@@ -29,7 +29,7 @@ CANCELLED = CancelledError.exit_code
 MODEL = "smollm2-135m-instruct"
 BOX = "/opt/dflash"  # the folder in the container
 DATA = f"{BOX}/shared/demo"
-STOP_AT_STEP = 8
+STOP_AT_STEP = 6
 PROMPTS, TOKENS = 4, 32
 STEP = re.compile(r"step (?P<step>\d+)/(?P<of>\d+) loss (?P<loss>\d\S*)")
 
