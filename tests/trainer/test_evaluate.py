@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_targets import tiny_target
+from tiny_targets import real_model_folder, tiny_target
 
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
 from trainer.draft import DraftModel
 from trainer.evaluate import GREEN, RESET, Measured, coloured, read_prompts, spans, summary
 from trainer.speculate import Comparison, Decoded
+from trainer.target import load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +66,17 @@ def test_drafted_pieces_are_green_line_by_line() -> None:
     pieces = spans(target, Decoded(tokens, [1.0] * 5, [False, True, True, True, False], [4], 1.0))
     assert pieces == [("a", False), ("b\nc", True), ("d", False)]
     assert coloured(pieces) == f"a{GREEN}b{RESET}\n{GREEN}c{RESET}d"
+
+
+def test_a_character_of_several_tokens_is_shown_whole() -> None:
+    target = load_target(real_model_folder())
+    tokens = target.tokenizer.encode("a🦔b")
+    assert len(tokens) > 4  # the hedgehog alone is several
+    drafted = [False, *([True, False] * len(tokens))][: len(tokens)]
+    answer = Decoded(tokens, [1.0] * len(tokens), drafted, [len(tokens)], 1.0)
+    pieces = spans(target, answer)
+    assert "".join(text for text, _ in pieces) == "a🦔b"
+    assert not any("\ufffd" in text for text, _ in pieces)
 
 
 def test_the_prompt_is_all_before_the_last_answer(words: list[str], tmp_path: Path) -> None:

@@ -104,12 +104,13 @@ def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path) -
     prompts = sample_prompts(target, 40, Counts(), seed=1, slots=8)
     assert len(set(prompts)) == len(prompts) > 5
     counts = Counts()
-    rows = list(answer(target, prompts, counts, seed=1, limit=20, least=2, slots=8))
-    assert 0 < len(rows) == counts.rows <= counts.answered == len(prompts)
+    rows = list(answer(target, prompts, counts, seed=1, limit=6, least=2, slots=8))
+    assert 0 < len(rows) == counts.rows < counts.answered == len(prompts)
+    assert counts.unfinished > 0
     for row in rows:
         question, said = row["messages"]
         prompt = target.tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
-        alone = decode_plain(target, prompt, 20)
+        alone = decode_plain(target, prompt, 6)
         assert alone.tokens[-1] in target.end_tokens()
         assert target.tokenizer.decode(alone.tokens[:-1]) == said["content"]
         assert question["content"] in prompts and len(said["content"]) >= 2
@@ -129,7 +130,8 @@ def test_the_seed_decides(saved: Path, tmp_path: Path) -> None:
     first = run(saved, tmp_path / "a.jsonl")
     assert len(first) > 5
     assert run(saved, tmp_path / "b.jsonl") == first
-    assert run(saved, tmp_path / "c.jsonl", 4) != first
+    other = run(saved, tmp_path / "c.jsonl", 4)
+    assert [row["messages"] for row in other] != [row["messages"] for row in first]
 
 
 def test_held_out_rows_are_not_learned_from_and_excerpts_are(saved: Path, tmp_path: Path) -> None:
