@@ -89,13 +89,13 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
     facts = Facts()
     config = str(assets / "demo.toml")
 
-    with stages.stage("The model, read once from its package"):
+    with stages.stage("Model", "SmolLM2-135M-Instruct, read once from its package"):
         stages.shown("python", "-m", "trainer", "import-gguf")
         stages.python("-m", "trainer", "import-gguf")
-    with stages.stage("A Proxmox host of our own, on loopback"):
+    with stages.stage("Sandbox up", "a Proxmox host of our own, on loopback"):
         stages.shown("dflash-ops", "sandbox", "up", "--name", NAME)
         stages.run("sandbox", "up", "--name", NAME, "--owner", str(os.getpid()))
-    with stages.stage("Deploy the trainer into container 200"):
+    with stages.stage("Deploy", "the trainer goes into container 200, then the data and a drafter"):
         stages.type("deploy")
         facts.release = _newest_release(stages)
         names = ("train.jsonl", "heldout.jsonl", "drafter/config.json", "drafter/model.safetensors")
@@ -103,7 +103,7 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         stages.run("put", *(str(assets / name) for name in names[:2]), "shared/demo/")
         stages.shown("dflash-ops", "put", *names[2:], "shared/demo/drafter/")
         stages.run("put", *(str(assets / name) for name in names[2:]), "shared/demo/drafter/")
-    with stages.stage("Train: the drafter learns on"):
+    with stages.stage("Train", "the drafter learns on"):
         start = ("train", "start", config, "--name", NAME, "--gpus", "0", "--init-from", f"{DATA}/drafter")
         stages.shown("dflash-ops", "train", "start", "demo.toml", *start[3:])
         stages.run(*start)
@@ -111,12 +111,12 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         follower, reached = _follow(stages, STOP_AT_STEP, CANCELLED)
         while follower.running and not reached.wait(0.2):
             pass
-    with stages.stage("Who holds the GPUs"):
+    with stages.stage("GPUs", "who holds them"):
         stages.type("gpu-status")
-    with stages.stage("Stop: a checkpoint, then nothing left"):
+    with stages.stage("Stop", "a checkpoint, then nothing left"):
         stages.type("train", "stop", NAME)
         follower.join()
-    with stages.stage("Resume from the checkpoint, to the end"):
+    with stages.stage("Resume", "from the checkpoint, to the end"):
         resume = ("train", "start", config, "--name", NAME, "--gpus", "0", "--resume", facts.run)
         stages.shown("dflash-ops", "train", "start", "demo.toml", *resume[3:])
         stages.run(*resume)
@@ -124,17 +124,19 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         follower.join()
         status = _status(stages)
         facts.resumed, facts.status = status["id"], status["status"]
-    with stages.stage("Decode with it: same tokens, fewer steps"):
+    with stages.stage(
+        "Decode", "the same tokens in fewer steps; green: proposed by the drafter, accepted by the model"
+    ):
         stages.type("exec", "--", *_evaluation(facts))
         facts.evaluation = json.loads(stages.run("exec", "--", "cat", f"{DATA}/eval.json", quiet=True))
-    with stages.stage("Deploy a change, and take it back"):
+    with stages.stage("Roll back", "a change is deployed, and taken back"):
         tree = _changed_tree(folder)
         stages.shown("dflash-ops", "deploy", "changed/")
         stages.run("deploy", str(tree))
         facts.rolled_back_from = _newest_release(stages)
         stages.type("rollback")
         stages.type("releases")
-    with stages.stage("The sandbox goes, and nothing stays behind"):
+    with stages.stage("Sandbox down", "nothing stays behind"):
         stages.type("sandbox", "down", "--name", NAME)
     return facts
 
@@ -154,19 +156,20 @@ def _follow(stages: Stages, step: int | None, code: int) -> tuple[Beside, thread
     code: the exit code that the follower is due to end with, the run's verdict.
     """
     stages.shown("dflash-ops", "train", "logs", "-f", NAME)
-    reached = threading.Event()
+    console, reached = stages.console, threading.Event()
+    # A bar moves only on a live terminal; elsewhere the steps are printed as the log has them.
+    moving = console.is_terminal and not console.record
+    columns = (TextColumn("  step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
 
     def work() -> None:
-        with Progress(
-            TextColumn("  step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
-            TimeElapsedColumn(), console=stages.console,
-        ) as progress:  # fmt: skip
+        with Progress(*columns, TimeElapsedColumn(), console=console, disable=not moving) as progress:
             task = progress.add_task("")
 
             def each(line: str) -> None:
                 found = STEP.search(line)
+                if found is None or not moving:
+                    console.print(Text("  " + line, style="dim"), soft_wrap=not console.record)
                 if found is None:
-                    stages.console.print(Text("  " + line, style="dim"), soft_wrap=not stages.console.record)
                     return
                 done = int(found["step"])
                 progress.update(task, completed=done, total=int(found["of"]), description=f"loss {found['loss']}")
@@ -213,13 +216,14 @@ def _summary(facts: Facts, seconds: dict[str, float]) -> Table:
         f"{measured['acceptance_macro']:.2f} tokens a cycle, the target's own included "
         f"({measured['prompts']} held-out prompts, {TOKENS} tokens each at most)",
     )
+    table.add_row("speed", f"{measured['speedup']:.2f} times plain decoding, on this machine")
     table.add_row(
         "same tokens as without it",
         f"{measured['equal_tokens']} equal, {measured['near_ties']} near-ties, {measured['wrong_tokens']} wrong",
     )
     table.add_section()
-    for title, spent in seconds.items():
-        table.add_row(title, f"{spent:.1f} s")
+    for name, spent in seconds.items():
+        table.add_row(name, f"{spent:.1f} s")
     table.add_section()
     table.add_row("all of it", f"{sum(seconds.values()):.1f} s")
     return table

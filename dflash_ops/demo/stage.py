@@ -47,11 +47,11 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     @contextmanager
-    def stage(self, title: str) -> Generator[None]:
-        self.console.print(f"\n[bold cyan]{title}[/]")
+    def stage(self, name: str, what: str) -> Generator[None]:
+        self.console.print(f"\n[bold cyan]{name}[/]: {what}")
         began = time.monotonic()
         yield
-        self.seconds[title] = time.monotonic() - began
+        self.seconds[name] = time.monotonic() - began
 
     def shown(self, *words: str) -> None:
         """Print a command as a person would type it."""
