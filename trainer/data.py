@@ -15,13 +15,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer.blocks import anchor_candidates
+from trainer.chat import ChatError, render, tokens_of
 
 MOST_BAD = 0.1  # share of malformed lines above which a file is refused
 SHOWN = 5  # malformed lines that are named one by one
@@ -164,7 +165,7 @@ def document_from_line(line: bytes, tokenizer: Any, *, last_turn_only: bool) -> 
     ids: list[int] = []
     loss_mask: list[bool] = []
     for text, answer in segments(messages, turns[-1:] if last_turn_only else turns, tokenizer):
-        new = cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
+        new = tokens_of(tokenizer, text)
         supervised = supervised_tokens(new, tokenizer.eos_token_id) if answer is not None else 0
         if answer is not None:
             check_answer(tokenizer.decode(new[:supervised], clean_up_tokenization_spaces=False), answer)
@@ -183,20 +184,13 @@ def segments(
     otherwise once more follow, as some do with the thinking of earlier turns.
     """
 
-    def written(count: int, answer_follows: bool) -> str:
-        try:
-            return cast(
-                str,
-                tokenizer.apply_chat_template(
-                    list(messages[:count]), tokenize=False, add_generation_prompt=answer_follows
-                ),
-            )
-        except Exception as error:  # a template raises what it likes, for roles out of order for instance
-            raise LineError(f"the chat template refuses it: {error}") from error
-
     done = ""
     for turn in turns:
-        before, after = written(turn, True), written(turn + 1, False)
+        try:
+            before = render(tokenizer, messages[:turn], answer_follows=True)
+            after = render(tokenizer, messages[: turn + 1], answer_follows=False)
+        except ChatError as error:
+            raise LineError(str(error)) from error
         if not (before.startswith(done) and after.startswith(before)):
             raise LineError("the chat template rewrites earlier turns or its own prompt; data.last_turn_only may help")
         yield before[len(done) :], None

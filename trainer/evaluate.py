@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from trainer.chat import ChatError, prompt_tokens
 from trainer.checkpoint import load_drafter
 from trainer.data import Conversation
 from trainer.draft import DraftModel
@@ -55,8 +56,11 @@ def read_prompts(file: Path, target: TargetModel, count: int | None) -> Iterator
                 messages.pop()
             if not messages:
                 raise ValueError(f"{file}:{number + 1}: no prompt")
-            tokens = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            yield json.loads(line).get("id", f"line {number + 1}"), list(tokens)
+            try:
+                tokens = prompt_tokens(target.tokenizer, messages)
+            except ChatError as error:
+                raise ValueError(f"{file}:{number + 1}: {error}") from error
+            yield json.loads(line).get("id", f"line {number + 1}"), tokens
 
 
 def measure(

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 import torch
 
+from trainer.chat import prompt_tokens, render, tokens_of
 from trainer.generate import Generated, generate, top_p
 from trainer.target import TargetError, TargetModel, load_target
 
@@ -53,11 +54,11 @@ class Counts:
 def user_header(tokenizer: Any) -> list[int]:
     """The tokens before a user's first words, system prompt included, as the chat template writes them."""
     mark = "\u241a"
-    text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
+    text = render(tokenizer, [{"role": "user", "content": mark}], answer_follows=False)
     head, found, _ = text.partition(mark)
     if not found:
         raise TargetError("the target's chat template does not write the user's words as they are")
-    return list(tokenizer.encode(head, add_special_tokens=False))
+    return tokens_of(tokenizer, head)
 
 
 def plain_text(tokenizer: Any, tokens: Sequence[int]) -> str | None:
@@ -116,8 +117,7 @@ def answer(
 ) -> Iterator[dict[str, Any]]:
     """Rows {"id", "messages"}: each prompt with its greedy answer, those that are fit to learn from."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    render = target.tokenizer.apply_chat_template
-    inputs = [list(render(chat, add_generation_prompt=True, return_dict=False)) for chat in chats]
+    inputs = [prompt_tokens(target.tokenizer, chat) for chat in chats]
     found = generate(target, inputs, limit, target.end_tokens(), slots=slots, stop=stop)
     for one in in_order(found):
         counts.answered += 1
