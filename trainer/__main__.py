@@ -9,6 +9,7 @@ Exit codes: 0 done, also after SIGTERM or SIGINT with a checkpoint saved; 3 the 
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from trainer.config import ConfigFault, TrainConfig, as_mapping, load
 
@@ -78,9 +80,10 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
     stop = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
-        # Not print: the signal may have come in the middle of one.
-        os.write(1, f"{signal.Signals(number).name}: stopping after this step, on a checkpoint\n".encode())
         stop.set()
+        with contextlib.suppress(OSError):  # the log's reader may be what died
+            # Not print: the signal may have come in the middle of one.
+            os.write(1, f"{signal.Signals(number).name}: stopping after this step, on a checkpoint\n".encode())
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_DFL)
 
@@ -105,13 +108,21 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
     return 0
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Writes a line of the log. One that can't be written (its reader died, the disk is full) stops no training."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        # What the stream still holds would fail again with each line, and once more when Python ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def fail(error: Exception) -> int:
     """A mistake of the user's or a full disk: one line. Anything else keeps its traceback, for the run's log."""
-    print(f"{type(error).__name__}: {error}".replace("\n", "; "), file=sys.stderr)
+    say(f"{type(error).__name__}: {error}".replace("\n", "; "), sys.stderr)
     return 1
 
 

@@ -353,6 +353,20 @@ def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_
     assert metrics_of(tmp_path / "run")[-1].step == status.step
 
 
+def test_a_log_that_nobody_reads_any_more_loses_no_step(long_config: Path, tmp_path: Path) -> None:
+    """What a supervisor's death looks like from inside: first the pipe breaks, then SIGTERM comes."""
+    never = ("--set", "train.log_every=5000", "--set", "train.checkpoint_every=5000")
+    trainer = Trainer(long_config, tmp_path / "run", *never)
+    assert trainer.process.stdout is not None
+    while not trainer.process.stdout.readline().startswith("step 1/"):
+        assert trainer.process.poll() is None
+    trainer.process.stdout.close()
+    os.kill(trainer.process.pid, signal.SIGTERM)
+    assert trainer.process.wait(60) == 0
+    status = status_of(tmp_path / "run")
+    assert status.state == "stopped" and status.step >= 1 and status.checkpoint == f"step-{status.step:08d}"
+
+
 def test_a_signal_before_the_first_step_leaves_a_checkpoint_too(long_config: Path, tmp_path: Path) -> None:
     trainer = Trainer(long_config, tmp_path / "run")
     # The first record is written after torch and transformers are imported, and before the target is loaded.
