@@ -138,3 +138,20 @@ def test_a_bfloat16_head_gives_the_gradient_up_to_rounding() -> None:
     terms.loss_sum.backward()
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad.double(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("lead", [9.0, 10.0, 14.0])
+def test_a_bfloat16_head_keeps_the_gradient_of_a_sure_slot(lead: float) -> None:
+    """p of the label is 0.996 and more: its gradient is the small rest, not the rounding of p."""
+    head = torch.eye(V)  # so the logits are the hidden states, exact in bfloat16
+    hidden = torch.zeros(1, 1, 2, V)
+    hidden[0, 0, 1, 3] = lead
+    labels, mask, keep = torch.full((1, 1, 1), 3), torch.ones(1, 1, 1, dtype=torch.bool), torch.ones(1, 1).bool()
+    grads: list[Tensor] = []
+    for dtype in (torch.float64, torch.bfloat16):
+        own = hidden.to(dtype).requires_grad_()
+        blocks_loss(own, head.to(dtype), labels, mask, keep, Weighting("exp-decay"), 4).loss_sum.backward()
+        assert own.grad is not None
+        grads.append(own.grad.double())
+    assert 0 < -grads[0][0, 0, 1, 3] < 0.004
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.01, atol=0)
