@@ -354,20 +354,48 @@ def load_target(
 
     device: "auto" is the first GPU, or the CPU where there is none.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a load takes a moment, and a log file is no place for bars
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     name = str(path_or_name)
-    if (name.startswith(("/", ".", "~")) or Path(name).exists()) and not Path(name, "config.json").is_file():
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    if (name.startswith(("/", ".")) or Path(name).exists()) and not Path(name, "config.json").is_file():
         raise TargetError(f"{name} is not a folder with a model (no config.json in it)")
     try:
-        check_family(AutoConfig.from_pretrained(name))
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model.to(device)
-    except (OSError, RuntimeError, AssertionError) as error:  # torch says by the last two that there is no such device
-        raise TargetError(f"the target {name} can't be loaded on {device}: {str(error).splitlines()[0]}") from error
+        return _load(name, device, dtype)
+    except TargetError as error:
+        raise TargetError(f"the target {name} can't be used: {error}") from error
+    except (
+        Exception
+    ) as error:  # transformers, safetensors and torch raise what they like: a ValueError, a KeyError, ...
+        raise TargetError(f"the target {name} can't be loaded on {device}: {first_line(error)}") from error
+
+
+def _load(name: str, device: str | torch.device, dtype: torch.dtype) -> TargetModel:
+    """The model and its tokenizer. Raises TargetError when the files lack weights, and whatever the libraries raise."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    check_family(AutoConfig.from_pretrained(name))
+    model, report = cast(
+        "tuple[Any, dict[str, Any]]",
+        AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True),
+    )
+    # transformers fills both with random weights and only warns. A head tied to the embedding is not among them.
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise TargetError(f"its files have no weights, or none of the right shape, for {absent[0]}{more}")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model.to(device)
     return TargetModel(model, tokenizer)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line: its kind where it says nothing, or only a key."""
+    said = str(error).strip().splitlines()
+    if isinstance(error, KeyError) or not said:
+        return f"{type(error).__name__} {' '.join(said)}".rstrip()
+    return said[0]

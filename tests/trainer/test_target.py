@@ -1,5 +1,7 @@
 """The target: its hand-run layers against the model's own forward, documents, the cache, mask tokens, refusals."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny_targets import real_model_folder, tiny_target
 from torch import nn
 
@@ -17,11 +20,23 @@ from trainer.target import (
     TargetModel,
     check_family,
     document_mask,
+    first_line,
     load_target,
     positions_in_documents,
 )
 
 FAMILIES = ["llama", "qwen3"]
+
+
+def save(target: TargetModel, folder: Path) -> None:
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(tiny_target(), tmp_path / "target")
+    return tmp_path / "target"
 
 
 def random_ids(target: TargetModel, rows: int, size: int, seed: int = 0) -> torch.Tensor:
@@ -177,10 +192,73 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         load_target(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("lost", ["model.layers.3.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_target_with_missing_weights_is_refused(saved: Path, lost: str) -> None:
+    weights = load_file(saved / "model.safetensors")
+    del weights[lost]
+    save_file(weights, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=rf"no weights, .* for {lost}$"):
+        load_target(saved)
+
+
+def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
+    save(tiny_target(tie_word_embeddings=True), tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    load_target(tmp_path)
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_tokenizer(folder: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_weights, "can't be loaded on cpu: .*(incomplete|header|file)"),
+        (lose_tokenizer, "can't be loaded on cpu: .*token"),
+        (lambda folder: change_config(folder, model_type="imaginary"), "can't be loaded on cpu: .*imaginary"),
+        (lambda folder: change_config(folder, vocab_size=200), "can't be"),
+        (
+            lambda folder: change_config(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0}),
+            "can't be loaded on cpu: .*spiral",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be loaded on cpu"),
+    ],
+)
+def test_a_broken_target_is_one_line(saved: Path, damage: Callable[[Path], object], reason: str) -> None:
+    damage(saved)
+    with pytest.raises(TargetError, match=reason) as caught:
+        load_target(saved)
+    assert "\n" not in str(caught.value) and str(saved) in str(caught.value)
+
+
+def test_a_target_below_the_home_folder(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(saved.parent))
+    assert load_target(f"~/{saved.name}").num_layers == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(ValueError("a\nb"), "a"), (AssertionError(), "AssertionError"), (KeyError("spiral"), "KeyError 'spiral'")],
+)
+def test_an_error_s_first_line(error: Exception, line: str) -> None:
+    assert first_line(error) == line
+
+
 def test_a_saved_target_loads_as_it_was(tmp_path: Path) -> None:
     target = tiny_target("qwen3")
-    target.model.save_pretrained(tmp_path)
-    target.tokenizer.save_pretrained(tmp_path)
+    save(target, tmp_path)
     loaded = load_target(tmp_path)
     ids = random_ids(target, 1, 5)
     torch.testing.assert_close(loaded.features(ids, None, (1,)), target.features(ids, None, (1,)), rtol=0, atol=0)
