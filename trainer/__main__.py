@@ -108,9 +108,12 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
     return 0
 
 
-def say(line: str, stream: TextIO | None = None) -> None:
-    """Writes a line of the log. One that can't be written (its reader died, the disk is full) stops no training."""
-    stream = stream or sys.stdout
+def say(line: str) -> None:
+    write_line(sys.stdout, line)
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """A line of the log. One that can't be written (its reader died, the disk is full) stops no training."""
     try:
         print(line, file=stream, flush=True)
     except OSError:
@@ -122,7 +125,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 def fail(error: Exception) -> int:
     """A mistake of the user's or a full disk: one line. Anything else keeps its traceback, for the run's log."""
-    say(f"{type(error).__name__}: {error}".replace("\n", "; "), sys.stderr)
+    write_line(sys.stderr, f"{type(error).__name__}: {error}".replace("\n", "; "))
     return 1
 
 

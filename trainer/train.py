@@ -183,11 +183,11 @@ def _train(
             )
             if step % settings.checkpoint_every == 0 or step == settings.steps:
                 save(progress)
-
-    if progress.step == settings.steps:
-        return "finished"
-    save(progress)
-    return "stopped"
+        if progress.step < settings.steps:  # here, not below: the threads may take long to stop, or never do
+            save(progress)
+    for name in pipeline.left_behind:
+        say(f"the thread {name!r} is still busy and was left behind")
+    return "finished" if progress.step == settings.steps else "stopped"
 
 
 def pick_device(name: str) -> torch.device:

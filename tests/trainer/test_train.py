@@ -278,6 +278,28 @@ def test_an_error_in_the_target_thread_reaches_the_caller(
     assert not [thread for thread in threading.enumerate() if thread.name in ("source", "target")]
 
 
+def test_a_target_that_hangs_does_not_take_a_stops_checkpoint_away(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainer.train as module
+
+    features_of, calls, release = module.features_of, list[int](), threading.Event()
+
+    def hanging(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            release.wait()
+        return features_of(*args)
+
+    monkeypatch.setattr(module, "features_of", hanging)
+    monkeypatch.setattr("trainer.pipeline.JOIN_SECONDS", 0.1)
+    part = StopAfter(3)
+    assert train(config_of(tiny_folder), tmp_path, stop=part.event, say=part) == "stopped"
+    release.set()
+    assert (status_of(tmp_path).state, status_of(tmp_path).checkpoint) == ("stopped", "step-00000003")
+    assert "the thread 'target' is still busy and was left behind" in part.lines
+
+
 # --- as a process ---
 
 
