@@ -368,9 +368,7 @@ def load_target(
         return _load(name, device, dtype)
     except TargetError as error:
         raise TargetError(f"the target {name} can't be used: {error}") from error
-    except (
-        Exception
-    ) as error:  # transformers, safetensors and torch raise what they like: a ValueError, a KeyError, ...
+    except Exception as error:  # transformers, safetensors and torch raise what they like: ValueError, KeyError, ...
         raise TargetError(f"the target {name} can't be loaded on {device}: {first_line(error)}") from error
 
 
