@@ -9,9 +9,9 @@ and goes on comparing after it. Run it in float32: in bfloat16 near-ties are eve
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Decoded:
 
     tokens: the new tokens, with the end token where it came. The first is the prefill's, the rest the cycles'.
     gaps: for each token, by how much its logit beat the second best.
+    runners_up: for each token, the second best.
     drafted: for each token, True where the drafter proposed it and the target agreed.
     accepted: tokens each cycle gave, the target's own bonus token included (tau). Tokens behind an end token do not
         count; those that only `max_new_tokens` cut off do, so the sum can exceed what `tokens` holds.
@@ -38,6 +39,7 @@ class Decoded:
 
     tokens: list[int]
     gaps: list[float]
+    runners_up: list[int]
     drafted: list[bool]
     accepted: list[int]
     seconds: float
@@ -47,10 +49,6 @@ class Decoded:
         """Mean tokens a cycle; nan without a cycle."""
         return sum(self.accepted) / len(self.accepted) if self.accepted else float("nan")
 
-    def histogram(self) -> dict[int, int]:
-        """How many cycles gave how many tokens."""
-        return dict(sorted(Counter(self.accepted).items()))
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -59,11 +57,15 @@ class Comparison:
     equal: int
     near_ties: int
     wrong: list[int]
-    """Positions where they differ and the target was sure: a bug."""
+    """Positions where they differ and it was no near-tie: a bug."""
 
-    @property
-    def lossless(self) -> bool:
-        return not self.wrong
+
+class _Choice(NamedTuple):
+    """The target's best token at a position, by how much its logit beat the second best, and which that is."""
+
+    token: int
+    gap: float
+    runner_up: int
 
 
 @dataclass
@@ -74,6 +76,7 @@ class _Answer:
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list[int])
     gaps: list[float] = field(default_factory=list[float])
+    runners_up: list[int] = field(default_factory=list[int])
     drafted: list[bool] = field(default_factory=list[bool])
     ended: bool = False
 
@@ -81,17 +84,21 @@ class _Answer:
     def full(self) -> bool:
         return self.ended or len(self.tokens) >= self.limit
 
-    def commit(self, tokens: Sequence[int], gaps: Sequence[float]) -> int:
+    def commit(self, choices: Sequence[_Choice]) -> int:
         """Add what a cycle gave, its last token the target's own; returns how many count towards acceptance."""
-        for count, (token, gap) in enumerate(zip(tokens, gaps, strict=True), start=1):
+        for count, choice in enumerate(choices, start=1):
             if len(self.tokens) < self.limit:
-                self.tokens.append(token)
-                self.gaps.append(gap)
-                self.drafted.append(count < len(tokens))
-            if token in self.ends:
+                self.tokens.append(choice.token)
+                self.gaps.append(choice.gap)
+                self.runners_up.append(choice.runner_up)
+                self.drafted.append(count < len(choices))
+            if choice.token in self.ends:
                 self.ended = True
                 return count
-        return len(tokens)
+        return len(choices)
+
+    def decoded(self, accepted: list[int], seconds: float) -> Decoded:
+        return Decoded(self.tokens, self.gaps, self.runners_up, self.drafted, accepted, seconds)
 
 
 def matches(draft: Sequence[int], chosen: Sequence[int]) -> int:
@@ -102,10 +109,11 @@ def matches(draft: Sequence[int], chosen: Sequence[int]) -> int:
     return min(len(draft), len(chosen))
 
 
-def _choose(logits_QV: Tensor) -> tuple[list[int], list[float]]:
-    """The best token at each position and by how much it beat the second."""
+def _choose(logits_QV: Tensor) -> list[_Choice]:
+    """What the target chooses at each position."""
     values, ids = logits_QV.float().topk(2, dim=-1)
-    return ids[:, 0].tolist(), (values[:, 0] - values[:, 1]).tolist()
+    gaps = (values[:, 0] - values[:, 1]).tolist()
+    return [_Choice(best, gap, second) for (best, second), gap in zip(ids.tolist(), gaps, strict=True)]
 
 
 def _capacity(target: TargetModel, prompt: Sequence[int], limit: int, block_size: int) -> int:
@@ -130,13 +138,13 @@ def decode_plain(target: TargetModel, prompt: Sequence[int], limit: int, ends: f
     """Greedy decoding by the target alone, at most `limit` new tokens."""
     cache = KeyValueCache(target, _capacity(target, prompt, limit, 1))
     answer = _Answer(limit, target.end_tokens() if ends is None else ends)
-    answer.commit(*_choose(target.step(torch.tensor(prompt, device=target.device), cache, last=1).logits_QV))
+    answer.commit(_choose(target.step(torch.tensor(prompt, device=target.device), cache, last=1).logits_QV))
     accepted: list[int] = []
     begin = _clock(target.device)
     while not answer.full:
         ids = torch.tensor(answer.tokens[-1:], device=target.device)
-        accepted.append(answer.commit(*_choose(target.step(ids, cache, last=1).logits_QV)))
-    return Decoded(answer.tokens, answer.gaps, answer.drafted, accepted, _clock(target.device) - begin)
+        accepted.append(answer.commit(_choose(target.step(ids, cache, last=1).logits_QV)))
+    return answer.decoded(accepted, _clock(target.device) - begin)
 
 
 @torch.inference_mode()
@@ -166,7 +174,7 @@ def decode_speculative(
     draft_cache = DraftCache()
     answer = _Answer(limit, target.end_tokens() if ends is None else ends)
     step = target.step(torch.tensor(prompt, device=target.device), target_cache, layer_ids, last=1)
-    answer.commit(*_choose(step.logits_QV))
+    answer.commit(_choose(step.logits_QV))
     features = step.features_BQF
     start = len(prompt)
     block = torch.full((size,), config.mask_token_id, device=target.device)
@@ -178,13 +186,13 @@ def decode_speculative(
         hidden_BTH = drafter.forward_cached(features, target.embedding(block[None]), positions[None], draft_cache)
         block[1:checked] = functional.linear(hidden_BTH[0, 1:checked], target.head_weight).argmax(dim=-1)
         step = target.step(block[:checked], target_cache, layer_ids)
-        chosen, gaps = _choose(step.logits_QV)
-        kept = matches(block[1:checked].tolist(), chosen)
-        accepted.append(answer.commit(chosen[: kept + 1], gaps[: kept + 1]))
+        choices = _choose(step.logits_QV)
+        kept = matches(block[1:checked].tolist(), [choice.token for choice in choices])
+        accepted.append(answer.commit(choices[: kept + 1]))
         start += kept + 1
         target_cache.crop(start)
         features = step.features_BQF[:, : kept + 1]
-    return Decoded(answer.tokens, answer.gaps, answer.drafted, accepted, _clock(target.device) - begin)
+    return answer.decoded(accepted, _clock(target.device) - begin)
 
 
 def compare(
@@ -192,8 +200,9 @@ def compare(
 ) -> Comparison:
     """Hold the two against each other; `redo(tokens)` decodes plainly on from those new tokens.
 
-    At a difference the two best logits must lie within `tolerance` in one of the two passes; plain decoding is then
-    done again behind the token that speculation took, so that what follows is compared too and not excused.
+    A difference is a near-tie only by what plain decoding says, not by the pass that is under test: its two best logits
+    lie within `tolerance`, and speculation took the second of them. Plain decoding is then done again behind the token
+    that speculation took, so that what follows is compared too and not excused.
     """
     equal, near_ties, offset = 0, 0, 0
     wrong: list[int] = []
@@ -207,7 +216,7 @@ def compare(
         if same == len(rest) or same == len(theirs):  # one of them stopped where the other went on
             wrong.append(offset)
             break
-        if min(speculative.gaps[offset], reference.gaps[same]) <= tolerance:
+        if reference.gaps[same] <= tolerance and rest[same] == reference.runners_up[same]:
             near_ties += 1
         else:
             wrong.append(offset)

@@ -38,7 +38,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def decoded(accepted: list[int], seconds: float, drafted: list[bool] | None = None) -> Decoded:
     count = 1 + sum(accepted)
-    return Decoded(list(range(count)), [1.0] * count, drafted or [False] * count, accepted, seconds)
+    return Decoded(list(range(count)), [1.0] * count, [0] * count, drafted or [False] * count, accepted, seconds)
 
 
 def test_the_figures_of_all_prompts() -> None:
@@ -63,7 +63,7 @@ def test_nothing_measured_is_none_and_no_error() -> None:
 def test_drafted_pieces_are_green_line_by_line() -> None:
     target = tiny_target()
     tokens = target.tokenizer.encode("ab\ncd")
-    pieces = spans(target, Decoded(tokens, [1.0] * 5, [False, True, True, True, False], [4], 1.0))
+    pieces = spans(target, Decoded(tokens, [1.0] * 5, [0] * 5, [False, True, True, True, False], [4], 1.0))
     assert pieces == [("a", False), ("b\nc", True), ("d", False)]
     assert coloured(pieces) == f"a{GREEN}b{RESET}\n{GREEN}c{RESET}d"
 
@@ -73,7 +73,7 @@ def test_a_character_of_several_tokens_is_shown_whole() -> None:
     tokens = target.tokenizer.encode("a🦔b")
     assert len(tokens) > 4  # the hedgehog alone is several
     drafted = [False, *([True, False] * len(tokens))][: len(tokens)]
-    answer = Decoded(tokens, [1.0] * len(tokens), drafted, [len(tokens)], 1.0)
+    answer = Decoded(tokens, [1.0] * len(tokens), [0] * len(tokens), drafted, [len(tokens)], 1.0)
     pieces = spans(target, answer)
     assert "".join(text for text, _ in pieces) == "a🦔b"
     assert not any("\ufffd" in text for text, _ in pieces)
