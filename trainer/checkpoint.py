@@ -14,11 +14,12 @@ row's number alone.
 # safetensors' and the optimiser's functions are typed loosely.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,14 @@ class CheckpointError(ValueError):
 def save_drafter(folder: Path, model: DraftModel, config: DraftConfig, dtype: torch.dtype | None = None) -> None:
     """Writes config.json and model.safetensors in the z-lab format; `dtype` converts the weights, None keeps theirs.
 
-    An older drafter in `folder` is replaced as a whole.
+    An older drafter in `folder` is replaced as a whole. Raises CheckpointError when anything else is there, OSError when
+    the disk refuses.
     """
-    folder = Path(folder)
-    building = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    write_drafter_files(building, model, config, dtype)
-    replace_folder(building, folder)
+    folder = Path(folder).resolve()  # also for "." and "..", which have no name
+    if folder.exists() and not (folder.is_dir() and names_in(folder) in (set[str](), {CONFIG_FILE, MODEL_FILE})):
+        raise CheckpointError(f"{folder} is not a drafter: it will not be replaced")
+    with built_beside(folder) as building:
+        write_drafter_files(building, model, config, dtype)
 
 
 def write_drafter_files(folder: Path, model: DraftModel, config: DraftConfig, dtype: torch.dtype | None) -> None:
@@ -120,30 +121,40 @@ def load_drafter(folder: Path | str, device: torch.device | str, dtype: torch.dt
 def save_checkpoint(
     folder: Path, model: DraftModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
 ) -> Path:
-    """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact."""
+    """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact.
+
+    Later ones go too: they were damaged and passed over, else the training would have gone on from there.
+    """
     new = folder / checkpoint_name(progress.step)
     for leftover in folder.glob(".*"):  # of a save that was killed
         shutil.rmtree(leftover, ignore_errors=True)
-    building = folder / f".{new.name}.tmp"
-    building.mkdir(parents=True)
-    write_drafter_files(building, model, model.config, None)
-    save_tensors(building / OPTIMIZER_FILE, optimizer_tensors(model, optimizer))
-    files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
-    state = StateFile(progress=progress, files=files).sealed()
-    write_synced(building / STATE_FILE, state.model_dump_json(indent=2).encode())
-    replace_folder(building, new)
-    for old in checkpoint_folders(folder)[keep:]:
-        shutil.rmtree(old)
+    with built_beside(new) as building:
+        write_drafter_files(building, model, model.config, None)
+        save_tensors(building / OPTIMIZER_FILE, optimizer_tensors(model, optimizer))
+        files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
+        state = StateFile(progress=progress, files=files).sealed()
+        write_synced(building / STATE_FILE, state.model_dump_json(indent=2).encode())
+    found = checkpoint_folders(folder)
+    here = found.index(new)
+    for unwanted in found[:here] + found[here + keep :]:
+        shutil.rmtree(unwanted)
     return new
 
 
 def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint below `folder` whose files are what was written; damaged ones are named and passed over."""
-    for checkpoint in checkpoint_folders(folder):
+    """The newest checkpoint below `folder` whose files are what was written; damaged ones are named and passed over.
+
+    None when there are none at all. Raises CheckpointError when there are only damaged ones: starting anew would
+    overwrite what may still be repaired.
+    """
+    found = checkpoint_folders(folder)
+    for checkpoint in found:
         fault = damage(checkpoint)
         if fault is None:
             return checkpoint
         say(f"checkpoint {checkpoint.name} is damaged ({fault}): trying an older one")
+    if found:
+        raise CheckpointError(f"all checkpoints in {folder} ({len(found)}) are damaged: delete them to begin anew")
     return None
 
 
@@ -176,7 +187,7 @@ def optimizer_tensors(model: DraftModel, optimizer: torch.optim.Optimizer) -> di
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    return sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def read_state(checkpoint: Path) -> StateFile:
@@ -205,9 +216,16 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, synced to the disk."""
-    save_file(dict(tensors), path)
+    """One safetensors file, synced to the disk. Raises OSError."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # what it makes of a full disk, too
+        raise OSError(f"can't write {path}: {error}") from error
     sync(path)
 
 
@@ -227,13 +245,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_folder(new: Path, folder: Path) -> None:
-    """Renames `new` to `folder`; an older `folder` steps aside first and goes away after."""
-    sync(new)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+@contextlib.contextmanager
+def built_beside(folder: Path) -> Generator[Path]:
+    """A temporary folder beside `folder`, which takes its place at the end of the block; an error leaves no trace.
+
+    An older `folder` steps aside first and goes away after.
+    """
+    make_synced(folder.parent)
+    building, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
+    for leftover in (building, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    building.mkdir()
+    try:
+        yield building
+        sync(building)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
     if folder.exists():
         folder.rename(old)
-    new.rename(folder)
+    building.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def make_synced(folder: Path) -> None:
+    """Makes a folder and those above it that are missing; each one's entry is on the disk after."""
+    if folder.exists():
+        return
+    make_synced(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)

@@ -1,6 +1,9 @@
 """Checkpoints: whole or not there, exact, and older ones used when the newest is damaged."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +70,58 @@ def test_a_checkpoint_before_the_first_step_gives_a_fresh_optimiser(tmp_path: Pa
 def test_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     (tmp_path / ".step-00000009.tmp").mkdir()
-    for step in (5, 10, 100000000, 15):
+    for step in (5, 10, 99999999, 100000000):
         save_checkpoint(tmp_path, model, optimizer, at(step), keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000015", "step-100000000"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-100000000", "step-99999999"]
+
+
+def test_a_damaged_later_one_goes_and_not_the_one_just_written(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for step in (5, 10):
+        save_checkpoint(tmp_path, model, optimizer, at(step), keep=2)
+    flip(tmp_path / "step-00000010/model.safetensors")
+    save_checkpoint(tmp_path, model, optimizer, at(7), keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000007"]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The system refuses to write more into a file, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_the_older_one_alone(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(5), keep=1)
+    size = (saved / "model.safetensors").stat().st_size
+    for limit in (size // 2, size):  # in the model, in the moments
+        with files_of_at_most(limit), pytest.raises(OSError, match=r"can't write .*step-00000006.*safetensors"):
+            save_checkpoint(tmp_path, model, optimizer, at(6), keep=1)
+        assert newest_good_checkpoint(tmp_path, print) == saved
+        assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_every_new_folder_and_file_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    model, optimizer = trained(1)
+    save_checkpoint(tmp_path / "run/checkpoints", model, optimizer, at(5), keep=1)
+    building = "run/checkpoints/.step-00000005.tmp"
+    files = [
+        f"{building}/{name}" for name in ("model.safetensors", "config.json", "optimizer.safetensors", "state.json")
+    ]
+    assert synced == [".", "run", *files, building, "run/checkpoints"]
 
 
 def truncate(file: Path) -> None:
@@ -103,7 +155,8 @@ def test_a_changed_step_is_damage(tmp_path: Path) -> None:
     state = save_checkpoint(tmp_path, model, optimizer, at(5), keep=2) / "state.json"
     state.write_text(state.read_text().replace('"row": 10', '"row": 12'))
     said: list[str] = []
-    assert newest_good_checkpoint(tmp_path, said.append) is None
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* \(1\) are damaged: delete them to begin anew"):
+        newest_good_checkpoint(tmp_path, said.append)
     assert "state.json is not what was written" in said[0]
 
 
@@ -137,3 +190,18 @@ def test_a_drafter_with_wrong_tensors_is_refused(tmp_path: Path) -> None:
         load_drafter(folder, "cpu", torch.float32)
     with pytest.raises(CheckpointError, match="no drafter in"):
         load_drafter(tmp_path / "none", "cpu", torch.float32)
+
+
+def test_only_a_drafter_or_an_empty_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = tmp_path / "work", tmp_path / "file"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    save_drafter(Path(), DraftModel(CONFIG), CONFIG)
+    save_drafter(folder, DraftModel(CONFIG), CONFIG, torch.bfloat16)
+    assert load_drafter(folder, "cpu", torch.float32)[1] == CONFIG
+    (folder / "thesis.tex").write_text("years of work")
+    file.write_text("more of it")
+    for place in (folder, file):
+        with pytest.raises(CheckpointError, match="is not a drafter: it will not be replaced"):
+            save_drafter(place, DraftModel(CONFIG), CONFIG)
+    assert (folder / "thesis.tex").exists() and file.exists()

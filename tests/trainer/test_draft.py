@@ -309,10 +309,11 @@ def test_a_drafter_folder_is_replaced_whole(tmp_path: Path) -> None:
 
     folder = tmp_path / "drafter"
     save_drafter(folder, drafter(dtype=torch.float32), CONFIG)
-    (folder / "old").touch()
+    old = (folder / "model.safetensors").stat().st_ino
     save_drafter(folder, drafter(dtype=torch.float32), CONFIG, torch.bfloat16)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter"]
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").stat().st_ino != old
     model, config = load_drafter(folder, "cpu", torch.float32)
     assert config == CONFIG
     for name, tensor in drafter(dtype=torch.bfloat16).state_dict().items():
