@@ -72,8 +72,8 @@ class CheckpointError(ValueError):
 def save_drafter(folder: Path, model: DraftModel, config: DraftConfig, dtype: torch.dtype | None = None) -> None:
     """Writes config.json and model.safetensors in the z-lab format; `dtype` converts the weights, None keeps theirs.
 
-    An older drafter in `folder` is replaced as a whole. Raises CheckpointError when anything else is there, OSError when
-    the disk refuses.
+    An older drafter in `folder` is replaced as a whole. Raises CheckpointError when anything else is there, OSError
+    when the disk refuses.
     """
     folder = Path(folder).resolve()  # also for "." and "..", which have no name
     if folder.exists() and not (folder.is_dir() and names_in(folder) in (set[str](), {CONFIG_FILE, MODEL_FILE})):
@@ -123,9 +123,12 @@ def save_checkpoint(
 ) -> Path:
     """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact.
 
-    Later ones go too: they were damaged and passed over, else the training would have gone on from there.
+    Later ones go too: they were damaged and passed over, else the training would have gone on from there. A step that is
+    there already, whole, stays as it is: replacing it would leave a moment with none.
     """
     new = folder / checkpoint_name(progress.step)
+    if new.exists() and damage(new) is None:
+        return new
     for leftover in folder.glob(".*"):  # of a save that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with built_beside(new) as building:

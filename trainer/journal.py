@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.records import RunDir, Status, StepRecord, read_metrics
+from trainer.records import SCHEMA_VERSION, RunDir, Status, StepRecord, read_metrics, read_status
 
 
 class Journal:
@@ -14,9 +14,12 @@ class Journal:
 
     def __init__(self, run_dir: RunDir, total_steps: int, say: Callable[[str], None]) -> None:
         self._run_dir, self._say = run_dir, say
-        self.status = Status(state="starting", step=0, total_steps=total_steps, updated_at=now())
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        self.update()
+        self.status = Status(state="starting", step=0, total_steps=total_steps, updated_at=now())
+        # A run started again: until it resumes, what it had reached is still the truth.
+        if run_dir.status.exists() and (before := read_status(run_dir.status.read_bytes())):
+            self.status = before
+        self.update(schema_version=SCHEMA_VERSION, state="starting", total_steps=total_steps, error=None)
 
     def update(self, **changes: Any) -> None:
         """Changes status.json, by rename: a reader never sees half of it."""
@@ -25,12 +28,22 @@ class Journal:
 
     def resume(self, step: int, first_loss: float | None, checkpoint: str | None) -> None:
         """Goes on after `step`: records of later steps, and a torn last line, go away, since these steps come again."""
-        self.update(step=step, first_loss=first_loss, checkpoint=checkpoint)
+        kept: list[StepRecord] = []
         if self._run_dir.metrics.exists():
             kept = [r for r in read_metrics(self._run_dir.metrics.read_bytes()) if r.step <= step]
             replace_file(self._run_dir.metrics, b"".join(_line(record) for record in kept))
-            for record in kept[-1:]:
-                self.update(loss=record.loss, accept=record.accept, tokens_per_s=record.tokens_per_s)
+        last = kept[-1] if kept else None
+        measured = next((record for record in reversed(kept) if record.heldout_loss is not None), None)
+        self.update(
+            step=step,
+            first_loss=first_loss,
+            checkpoint=checkpoint,
+            loss=last and last.loss,
+            accept=last and last.accept,
+            tokens_per_s=last and last.tokens_per_s,
+            heldout_loss=measured and measured.heldout_loss,
+            heldout_accept=measured and measured.heldout_accept,
+        )
 
     def record(self, record: StepRecord) -> None:
         """Appends a step's figures to metrics.jsonl, brings status.json up to date, prints the line."""

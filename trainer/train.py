@@ -32,11 +32,11 @@ from trainer.draft import DraftConfig, DraftModel, default_target_layer_ids
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.journal import Clock, Journal, now
-from trainer.learner import Learner, features_of
+from trainer.learner import Learner, StepFigures, features_of
 from trainer.loss import LossTerms, Weighting
 from trainer.optim import learning_rate, make_optimizer
 from trainer.pipeline import Pipeline
-from trainer.records import RunDir, StepRecord
+from trainer.records import RunDir, StepRecord, checkpoint_name
 from trainer.target import TargetModel, load_target
 from trainer.threads import nothing_compiles
 
@@ -113,12 +113,15 @@ def _train(
     if earlier:
         progress = load_checkpoint(earlier, model, optimizer)
         say(f"resuming from {earlier} at step {progress.step}")
+        if progress.step > settings.steps:
+            raise TrainingError(f"train.steps is {settings.steps}, but step {progress.step} is done already: raise it")
         if progress.data_digest != data.digest:
             say(f"the data has changed since then: going on with row {progress.row} of what is there now")
     else:
         start_weights(model, init_from or config.init_from, say)
         progress = Progress(step=0, row=0, data_digest=data.digest)
-    journal.resume(progress.step, progress.first_loss, earlier.name if earlier else None)
+    is_own = earlier is not None and earlier.parent == run.checkpoints
+    journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None)
     say(
         f"training {sum(p.numel() for p in model.parameters()):,} weights on {device}, target {config.target.path} on "
         f"{target_device}: {len(data.documents)} conversations, {feed.rows.epoch_rows()} rows an epoch, "
@@ -128,10 +131,15 @@ def _train(
     def features(rows: RowBatch) -> FeatureBatch:
         return features_of(target, rows.pinned() if target_device.type == "cuda" else rows, draft, device)
 
-    def save(done: Progress) -> None:
+    def save(done: Progress, figures: StepFigures | None) -> None:
+        if figures:
+            finite(done.step, figures)  # before the last good checkpoint goes for it
         path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep)
         journal.update(step=done.step, checkpoint=path.name)
         say(f"saved {path.name}")
+
+    if earlier and not is_own:
+        save(progress, None)  # from here on the run can do without the earlier one
 
     if device.type == "cuda" and progress.step < settings.steps:
         learner.warm_up(features(feed.learning_batch(progress.row)))  # in this thread alone: see threads.py
@@ -139,6 +147,7 @@ def _train(
     # The loop. The feed and the target work ahead in their own threads; the drafter learns in this one.
     journal.update(state="training")
     clock = Clock()
+    figures: StepFigures | None = None
     source = feed.batches(progress.step, progress.row)
     with nothing_compiles(device), Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline:
         results = iter(pipeline)
@@ -154,12 +163,10 @@ def _train(
             clock.add(tokens)
 
             measured = None
-            if feed.measures_after(step):
-                measured = measure(learner, islice(results, feed.heldout_batches))
+            if feed.measures_after(step) and not stop.is_set():
+                measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
             if step % settings.log_every == 0 or step in (1, settings.steps) or measured:
-                loss, accuracy, accept, grad_norm = figures.read()
-                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")
+                loss, accuracy, accept, grad_norm = finite(step, figures)
                 record = StepRecord(
                     step=step,
                     loss=loss,
@@ -182,9 +189,10 @@ def _train(
                 first_loss=journal.status.first_loss,
             )
             if step % settings.checkpoint_every == 0 or step == settings.steps:
-                save(progress)
-        if progress.step < settings.steps:  # here, not below: the threads may take long to stop, or never do
-            save(progress)
+                save(progress, figures)
+        # Here and not below: the threads may take long to stop, or never do.
+        if journal.status.checkpoint != checkpoint_name(progress.step):
+            save(progress, figures)
     for name in pipeline.left_behind:
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
@@ -258,10 +266,22 @@ def find_checkpoint(run: RunDir, resume: Path | None, say: Say) -> Path | None:
     raise CheckpointError(f"nothing to resume: no good checkpoint in {RunDir(resume).checkpoints}")
 
 
-def measure(learner: Learner, held: Iterable[FeatureBatch]) -> tuple[float, float]:
-    """Loss and acceptance length over all held-out batches."""
+def finite(step: int, figures: StepFigures) -> tuple[float, float, float, float]:
+    """Loss, accuracy, acceptance length and gradient norm of a step. Raises TrainingError: the training has blown up."""
+    loss, accuracy, accept, grad_norm = figures.read()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")
+    return loss, accuracy, accept, grad_norm
+
+
+def heldout_figures(
+    learner: Learner, held: Iterable[FeatureBatch], stop: threading.Event
+) -> tuple[float, float] | None:
+    """Loss and acceptance length over all held-out batches; None when `stop` cut the measurement."""
     total: LossTerms | None = None
     for batch in held:
+        if stop.is_set():
+            return None
         terms = learner.measure(batch)
         total = terms if total is None else total + terms
     assert total is not None, "held-out data has at least one row"

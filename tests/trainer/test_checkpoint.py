@@ -84,6 +84,17 @@ def test_a_damaged_later_one_goes_and_not_the_one_just_written(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000007"]
 
 
+def test_a_whole_checkpoint_of_the_step_is_never_replaced_a_damaged_one_is(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    model_file = save_checkpoint(tmp_path, model, optimizer, at(5), keep=1) / "model.safetensors"
+    before = model_file.stat().st_ino
+    save_checkpoint(tmp_path, model, optimizer, at(5), keep=1)
+    assert model_file.stat().st_ino == before
+    flip(model_file)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(5), keep=1)
+    assert newest_good_checkpoint(tmp_path, print) == saved
+
+
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """The system refuses to write more into a file, as on a full disk."""
@@ -111,7 +122,7 @@ def test_every_new_folder_and_file_is_synced(tmp_path: Path, monkeypatch: pytest
     fsync = os.fsync
 
     def noted(descriptor: int) -> None:
-        synced.append(str(Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)))
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)

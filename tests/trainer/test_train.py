@@ -18,6 +18,9 @@ from tiny import conversations, tiny_toml, write_jsonl
 from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
 from trainer.config import TrainConfig, load
 from trainer.data import DataError
+from trainer.features import FeatureBatch
+from trainer.learner import Learner
+from trainer.loss import LossTerms
 from trainer.records import RunDir, Status, StepRecord, read_metrics, read_status
 from trainer.train import TrainingError, train
 
@@ -176,10 +179,43 @@ def test_a_finished_run_started_again_does_nothing(tiny_folder: Path, tmp_path: 
     train(config, tmp_path, say=silent)
     before, metrics = status_of(tmp_path), metrics_of(tmp_path)
     assert train(config, tmp_path, say=silent) == "finished"
-    assert status_of(tmp_path).model_copy(update={"updated_at": before.updated_at}) == before.model_copy(
-        update={"heldout_loss": None, "heldout_accept": None}
-    )
+    assert status_of(tmp_path).model_copy(update={"updated_at": before.updated_at}) == before
     assert metrics_of(tmp_path) == metrics
+
+
+def test_a_run_that_goes_on_from_another_has_a_checkpoint_of_its_own_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=3)
+    train(config, tmp_path / "first", say=silent)
+    assert train(config, tmp_path / "second", resume=tmp_path / "first", say=silent) == "finished"
+    assert status_of(tmp_path / "second").checkpoint == "step-00000003"
+    assert_same_weights(tmp_path / "first", tmp_path / "second", 3)
+
+
+def test_fewer_steps_than_done_are_refused_and_the_status_stays_true(tiny_folder: Path, tmp_path: Path) -> None:
+    train(config_of(tiny_folder, train__steps=3), tmp_path, say=silent)
+    with pytest.raises(TrainingError, match="train.steps is 2, but step 3 is done already"):
+        train(config_of(tiny_folder, train__steps=2), tmp_path, say=silent)
+    status = status_of(tmp_path)
+    assert (status.state, status.step, status.checkpoint) == ("failed", 3, "step-00000003")
+
+
+def test_a_stop_waits_for_no_measurement_and_saves_a_step_once(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, measured = threading.Event(), list[int]()
+    measure = Learner.measure
+
+    def stopping(learner: Learner, batch: FeatureBatch) -> LossTerms:
+        measured.append(1)
+        stop.set()
+        return measure(learner, batch)
+
+    monkeypatch.setattr(Learner, "measure", stopping)
+    lines: list[str] = []
+    changes = {"train__rows_per_step": 1, "train__eval_every": 2, "train__checkpoint_every": 2}
+    assert train(config_of(tiny_folder, **changes), tmp_path, stop=stop, say=lines.append) == "stopped"
+    assert len(measured) == 1 and metrics_of(tmp_path)[-1].heldout_loss is None
+    assert [line for line in lines if "saved" in line] == ["saved step-00000002"]
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tiny_folder: Path, tmp_path: Path) -> None:
@@ -256,6 +292,15 @@ def test_a_loss_that_is_not_finite_stops_the_training(tiny_folder: Path, tmp_pat
     with pytest.raises(TrainingError, match="step 1: loss nan"):
         train(config, tmp_path / "run", init_from=tmp_path / "nan", say=silent)
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_loss_that_is_not_finite_takes_no_good_checkpoint_away(tiny_folder: Path, tmp_path: Path) -> None:
+    changes = {"train__steps": 30, "train__log_every": 30, "train__checkpoint_every": 2, "train__clip": 1e9}
+    config = config_of(tiny_folder, train__lr=1e20, train__keep=1, train__warmup_ratio=0.9, **changes)
+    with pytest.raises(TrainingError, match="loss nan"):
+        train(config, tmp_path, say=silent)
+    for file in (tmp_path / "checkpoints").glob("*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
 def test_an_error_in_the_target_thread_reaches_the_caller(
