@@ -35,7 +35,12 @@ class Blocks:
     label_mask_BNP: Tensor  # bool: supervised, and in the anchor's document
 
     def to(self, device: torch.device) -> "Blocks":
-        return Blocks(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+        return Blocks(*(moved(getattr(self, f.name), device) for f in fields(self)))
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """On another device. To a GPU nobody waits for the copy, its queue keeps the order; the CPU would read too early."""
+    return tensor.to(device, dtype, non_blocking=device.type == "cuda")
 
 
 def anchor_candidates(

@@ -123,8 +123,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact.
 
-    Later ones go too: they were damaged and passed over, else the training would have gone on from there. A step that is
-    there already, whole, stays as it is: replacing it would leave a moment with none.
+    Later ones go too: they were damaged and passed over, else the training would have gone on from there. A step that
+    is there already, whole, stays as it is: replacing it would leave a moment with none.
     """
     new = folder / checkpoint_name(progress.step)
     if new.exists() and damage(new) is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from trainer.blocks import Blocks
+from trainer.blocks import Blocks, moved
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RowBatch:
 
     def to(self, device: torch.device) -> "RowBatch":
         """The same on another device; copies from pinned memory overlap with the work there."""
-        return RowBatch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+        return RowBatch(*(moved(getattr(self, f.name), device) for f in fields(self)))
 
     def pinned(self) -> "RowBatch":
         """The same in page-locked memory, from where a GPU copies on its own."""
@@ -52,10 +52,12 @@ class FeatureBatch:
     tokens: int  # of conversations, prompts included and padding not
 
     def to(self, device: torch.device) -> "FeatureBatch":
+        """The same on the drafter's device. On the CPU in float32, as the drafter: there is no autocast there."""
+        dtype = torch.float32 if device.type == "cpu" else None
         return FeatureBatch(
-            self.features_BSF.to(device, non_blocking=True),
-            self.embeds_BQH.to(device, non_blocking=True),
-            self.positions_BS.to(device, non_blocking=True),
+            moved(self.features_BSF, device, dtype),
+            moved(self.embeds_BQH, device, dtype),
+            moved(self.positions_BS, device),
             self.blocks.to(device),
             self.tokens,
         )

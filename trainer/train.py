@@ -267,7 +267,7 @@ def find_checkpoint(run: RunDir, resume: Path | None, say: Say) -> Path | None:
 
 
 def finite(step: int, figures: StepFigures) -> tuple[float, float, float, float]:
-    """Loss, accuracy, acceptance length and gradient norm of a step. Raises TrainingError: the training has blown up."""
+    """Loss, accuracy, acceptance length and gradient norm of a step. Raises TrainingError: it has blown up."""
     loss, accuracy, accept, grad_norm = figures.read()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")

@@ -167,3 +167,15 @@ def test_empty_slots_change_no_loss_and_no_gradient(target: TargetModel) -> None
         learner.learn(batch)
         figures.append(learner.update(0.0).read())
     assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+
+
+def test_a_bfloat16_target_on_the_cpu_teaches_as_a_float32_one_does(target: TargetModel, tiny_folder: Path) -> None:
+    figures: list[tuple[float, ...]] = []
+    for teacher in (target, load_target(tiny_folder / "target", "cpu", torch.bfloat16)):
+        learner = learner_of(teacher)
+        batch = features(teacher, learner, [make_row(0, [document(40)], 64)])
+        assert batch.features_BSF.dtype == batch.embeds_BQH.dtype == torch.float32
+        learner.learn(batch)
+        figures.append(learner.update(1e-3).read())
+    (loss, _, _, norm), (rounded_loss, _, _, rounded_norm) = figures
+    assert (rounded_loss, rounded_norm) == (pytest.approx(loss, rel=0.02), pytest.approx(norm, rel=0.1))

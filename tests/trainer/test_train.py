@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_from_another_has_a_checkpoint_of_its_own_at_once(tin
 
 def test_fewer_steps_than_done_are_refused_and_the_status_stays_true(tiny_folder: Path, tmp_path: Path) -> None:
     train(config_of(tiny_folder, train__steps=3), tmp_path, say=silent)
-    with pytest.raises(TrainingError, match="train.steps is 2, but step 3 is done already"):
+    with pytest.raises(TrainingError, match=r"train\.steps is 2, but step 3 is done already"):
         train(config_of(tiny_folder, train__steps=2), tmp_path, say=silent)
     status = status_of(tmp_path)
     assert (status.state, status.step, status.checkpoint) == ("failed", 3, "step-00000003")
