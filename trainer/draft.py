@@ -15,12 +15,14 @@ Shape legend: see features.py. `head_dim` is written D, attention heads A, key/v
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+Number = TypeVar("Number", int, float)
 
 INITIALIZER_RANGE = 0.02  # standard deviation of every fresh linear weight, transformers' default for Qwen3
 
@@ -116,13 +118,17 @@ class DraftConfig:
 
         Raises ValueError naming the key that is missing, or a feature this model doesn't have.
         """
-        dflash = cast(Mapping[str, Any], data.get("dflash_config") or {})
+        data = _mapping(data, "it")  # the file may hold any JSON
+        dflash = _mapping(data.get("dflash_config") or {}, "dflash_config")
 
         def need(key: str, *places: Mapping[str, Any]) -> Any:
             for place in places or (data,):
                 if place.get(key) is not None:
                     return place[key]
             raise ValueError(f"drafter config: {key} is missing")
+
+        def whole(key: str, *places: Mapping[str, Any]) -> int:
+            return _number(int, need(key, *places), key)
 
         architectures = data.get("architectures") or ["DFlashDraftModel"]
         if architectures != ["DFlashDraftModel"]:
@@ -133,26 +139,43 @@ class DraftConfig:
             raise ValueError("drafter config: a causal block is not supported")
         if data.get("attention_bias"):
             raise ValueError("drafter config: attention_bias is not supported")
-        parameters = cast(dict[str, Any], dict(data.get("rope_parameters") or data.get("rope_scaling") or {}))
+        parameters = dict(_mapping(data.get("rope_parameters") or data.get("rope_scaling") or {}, "rope_parameters"))
         theta = parameters.pop("rope_theta", None) or need("rope_theta")
         scaling = parameters if parameters.get("rope_type", parameters.get("type", "default")) != "default" else None
+        captured = need("target_layer_ids", dflash)
+        if not isinstance(captured, list):
+            raise ValueError(f"drafter config: target_layer_ids {captured!r} is no list")
+        layer_ids = tuple(_number(int, id, "target_layer_ids") for id in cast(list[object], captured))
         return cls(
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
-            num_heads=need("num_attention_heads"),
-            num_kv_heads=need("num_key_value_heads"),
-            head_dim=need("head_dim"),
-            vocab_size=need("vocab_size"),
-            rms_norm_eps=need("rms_norm_eps"),
-            block_size=need("block_size", dflash, data),
-            target_layer_ids=tuple(need("target_layer_ids", dflash)),
-            num_target_layers=need("num_target_layers", data, dflash),
-            mask_token_id=need("mask_token_id", dflash),
-            max_position_embeddings=need("max_position_embeddings"),
-            rope_theta=float(theta),
+            hidden_size=whole("hidden_size"),
+            intermediate_size=whole("intermediate_size"),
+            num_layers=whole("num_hidden_layers"),
+            num_heads=whole("num_attention_heads"),
+            num_kv_heads=whole("num_key_value_heads"),
+            head_dim=whole("head_dim"),
+            vocab_size=whole("vocab_size"),
+            rms_norm_eps=_number(float, need("rms_norm_eps"), "rms_norm_eps"),
+            block_size=whole("block_size", dflash, data),
+            target_layer_ids=layer_ids,
+            num_target_layers=whole("num_target_layers", data, dflash),
+            mask_token_id=whole("mask_token_id", dflash),
+            max_position_embeddings=whole("max_position_embeddings"),
+            rope_theta=_number(float, theta, "rope_theta"),
             rope_scaling=scaling,
         )
+
+
+def _mapping(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"drafter config: {name} is no JSON object")
+    return cast(Mapping[str, Any], value)
+
+
+def _number(kind: type[Number], value: object, name: str) -> Number:
+    """The value as that kind of number; an int is also a float, a bool is neither."""
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise ValueError(f"drafter config: {name} {value!r} is no {'whole ' if kind is int else ''}number")
+    return kind(value)
 
 
 def default_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -126,6 +126,11 @@ def test_a_config_of_another_trainer_is_read() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size '64' is no whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True is no whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps 'small' is no number"),
+        ({"dflash_config": [4]}, "dflash_config is no JSON object"),
+        ({"rope_parameters": 5}, "rope_parameters is no JSON object"),
         ({"dflash_config": {"block_size": 4, "target_layer_ids": [1, 3]}}, "mask_token_id is missing"),
         ({"dflash_config": {"block_size": 4, "target_layer_ids": [1, 6], "mask_token_id": 1}}, "layers 0..5"),
         ({"dflash_config": {"block_size": 4, "target_layer_ids": [1], "mask_token_id": 128}}, "vocabulary of 128"),
@@ -134,6 +139,12 @@ def test_a_config_of_another_trainer_is_read() -> None:
 def test_a_config_that_means_another_model_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DraftConfig.from_json(CONFIG.to_json() | change)
+
+
+@pytest.mark.parametrize("content", [[], 3, None])
+def test_a_config_that_is_no_object_is_refused(content: Any) -> None:
+    with pytest.raises(ValueError, match="it is no JSON object"):
+        DraftConfig.from_json(content)
 
 
 def test_captured_layers_follow_the_published_rule() -> None:
