@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from trainer.chat import ChatError, prompt_tokens
+from trainer.arguments import at_least_one
+from trainer.chat import prompt_tokens
 from trainer.checkpoint import load_drafter
 from trainer.data import Conversation
 from trainer.draft import DraftModel
@@ -41,26 +42,34 @@ class Measured:
     comparison: Comparison | None
 
 
-def read_prompts(file: Path, target: TargetModel, count: int | None) -> Iterator[tuple[str, list[int]]]:
-    """The id and the prompt's tokens of the first `count` conversations: all that comes before the last answer."""
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if count is not None and number >= count:
-                return
+def read_prompts(file: Path, target: TargetModel, count: int | None) -> list[tuple[str, list[int]]]:
+    """The id and the prompt's tokens of the first `count` conversations: all that comes before the last answer.
+
+    Raises ValueError naming the line that is no conversation; also when there is none at all.
+    """
+    prompts: list[tuple[str, list[int]]] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(prompts) == count:
+                break
+            if not line.strip():
+                continue
             try:
-                row = Conversation.model_validate_json(line)
+                messages = [message.model_dump() for message in Conversation.model_validate_json(line).messages]
+                if messages and messages[-1]["role"] == "assistant":
+                    messages.pop()
+                if not messages:
+                    raise ValueError("no prompt")
+                prompts.append(
+                    (json.loads(line).get("id", f"line {number}"), prompt_tokens(target.tokenizer, messages))
+                )
             except ValidationError as error:
-                raise ValueError(f"{file}:{number + 1}: {error.errors(include_url=False)[0]['msg']}") from error
-            messages = [message.model_dump() for message in row.messages]
-            if messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            if not messages:
-                raise ValueError(f"{file}:{number + 1}: no prompt")
-            try:
-                tokens = prompt_tokens(target.tokenizer, messages)
-            except ChatError as error:
-                raise ValueError(f"{file}:{number + 1}: {error}") from error
-            yield json.loads(line).get("id", f"line {number + 1}"), tokens
+                raise ValueError(f"{file}:{number}: {error.errors(include_url=False)[0]['msg']}") from error
+            except ValueError as error:
+                raise ValueError(f"{file}:{number}: {error}") from error
+    if not prompts:
+        raise ValueError(f"{file}: no conversation to measure with")
+    return prompts
 
 
 def measure(
@@ -76,7 +85,8 @@ def measure(
     if prompts:  # what only the first call pays (threads, kernels, the allocator) shall not count
         warm = min(limit, 4)
         decode_speculative(target, drafter, prompts[0][1], warm, drafts=drafts)
-        decode_plain(target, prompts[0][1], warm)
+        if plainly:
+            decode_plain(target, prompts[0][1], warm)
     for id, prompt in prompts:
         speculative = decode_speculative(target, drafter, prompt, limit, drafts=drafts)
         if not plainly:
@@ -178,9 +188,13 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder or hub name of the target model")
     parser.add_argument("--drafter", required=True, type=Path, help="folder of the drafter, or a checkpoint")
     parser.add_argument("--data", required=True, type=Path, help="held-out conversations (JSONL)")
-    parser.add_argument("--prompts", type=int, help="only the first N of them")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer at most (%(default)s)")
-    parser.add_argument("--drafts", type=int, help="check only the first N drafts of each block (default: all)")
+    parser.add_argument("--prompts", type=at_least_one, help="only the first N of them")
+    parser.add_argument(
+        "--max-new-tokens", type=at_least_one, default=128, help="tokens of an answer at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--drafts", type=at_least_one, help="check only the first N drafts of each block (default: all)"
+    )
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="only float32 is lossless (%(default)s)"
@@ -201,9 +215,17 @@ def main(words: list[str]) -> int:
     dtype: torch.dtype = getattr(torch, options.dtype)
     target = load_target(options.target, options.device, dtype)
     drafter, config = load_drafter(options.drafter, target.device, dtype)
-    if (config.hidden_size, config.num_target_layers) != (target.config.hidden_size, target.num_layers):
-        raise ValueError(f"the drafter {options.drafter} was made for another target than {options.target}")
-    prompts = list(read_prompts(options.data, target, options.prompts))
+    for what, made_for, found in (
+        ("hidden size", config.hidden_size, target.config.hidden_size),
+        ("number of layers", config.num_target_layers, target.num_layers),
+        ("vocabulary", config.vocab_size, target.config.vocab_size),
+    ):
+        if made_for != found:
+            raise ValueError(
+                f"the drafter {options.drafter} was made for another target than {options.target}: "
+                f"{what} {made_for}, not {found}"
+            )
+    prompts = read_prompts(options.data, target, options.prompts)
     colour = options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
     rows: list[Measured] = []
     for row in measure(
@@ -226,7 +248,7 @@ def main(words: list[str]) -> int:
         "drafts": options.drafts,
         **summary(rows),
     }
-    if options.out:
+    print(json.dumps(figures) if options.json else _report(figures), flush=True)
+    if options.out:  # after the print: a full disk shall not cost what was measured
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures) if options.json else _report(figures))
     return 9 if figures["wrong_tokens"] and options.dtype == "float32" else 0

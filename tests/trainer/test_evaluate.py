@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_targets import real_model_folder, tiny_target
 
+from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
 from trainer.draft import DraftModel
@@ -81,7 +82,7 @@ def test_a_character_of_several_tokens_is_shown_whole() -> None:
 
 def test_the_prompt_is_all_before_the_last_answer(words: list[str], tmp_path: Path) -> None:
     target = tiny_target()
-    prompts = list(read_prompts(tmp_path / "data.jsonl", target, 2))
+    prompts = read_prompts(tmp_path / "data.jsonl", target, 2)
     assert [id for id, _ in prompts] == ["row-0", "row-1"]
     said = target.tokenizer.decode(prompts[1][1])
     assert said == "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
@@ -124,10 +125,60 @@ def test_bad_input_is_one_line(
     assert reason in said.err
 
 
-def test_a_drafter_of_another_target_is_refused(
+def test_a_template_that_refuses_the_prompt_is_one_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = DraftModel(tiny_target(layers=7).draft_config(block_size=4))
+    (tmp_path / "target" / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "data.jsonl:1: the chat template refuses it: no system role" in said
+
+
+@pytest.mark.parametrize("changes", [{"layers": 7}, {"vocab_size": 120}])
+def test_a_drafter_of_another_target_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, int]
+) -> None:
+    model = DraftModel(tiny_target(**changes).draft_config(block_size=4))
     save_drafter(tmp_path / "drafter", model, model.config)
     assert main(words) == 1
     assert "made for another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_nothing_to_measure_with_is_an_error(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(content)
+    assert main(words) == 1
+    assert "no conversation to measure with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--max-new-tokens", "--drafts"])
+@pytest.mark.parametrize("value", ["0", "-1", "x"])
+def test_a_number_below_one_is_usage(words: list[str], option: str, value: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*words, f"{option}={value}"])
+    assert caught.value.code == 2
+
+
+def test_blank_lines_are_skipped_and_not_counted(words: list[str], tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n" + data.read_text().replace("\n", "\n\n"))
+    assert [id for id, _ in read_prompts(data, tiny_target(), 2)] == ["row-0", "row-1"]
+
+
+def test_figures_that_can_not_be_written_are_printed_all_the_same(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--prompts", "1", "--json", "--out", str(tmp_path / "none" / "out.json")]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["prompts"] == 1
+    assert "No such file" in said.err
+
+
+def test_without_comparison_nothing_is_decoded_plainly(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Decoded:
+        raise AssertionError("plain decoding, with --no-compare")
+
+    monkeypatch.setattr(evaluate, "decode_plain", refuse)
+    assert main([*words, "--no-compare", "--prompts", "1"]) == 0

@@ -240,7 +240,7 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
     target = load_target(real_model_folder())
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
-    prompts = list(read_prompts(DEMO / "heldout.jsonl", target, 20))
+    prompts = read_prompts(DEMO / "heldout.jsonl", target, 20)
     figures = summary(list(measure(target, drafter, prompts, 12)))
     assert figures["compared"] == 20
     assert figures["wrong_tokens"] == 0
