@@ -23,6 +23,7 @@ from typing import TextIO
 from trainer.config import ConfigFault, TrainConfig, as_mapping, load
 
 CONFIG_CODE = 3
+INTERRUPTED_CODE = 130
 
 # Commands that read their words themselves: name -> module with main(words) -> exit code.
 OTHERS = {"regenerate": "trainer.regenerate", "eval": "trainer.evaluate", "import-gguf": "trainer.models"}
@@ -38,6 +39,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return int(importlib.import_module(OTHERS[words[0]]).main(words[1:]))
         except (ValueError, OSError) as error:
             return fail(error)
+        except KeyboardInterrupt:
+            print(f"{words[0]}: stopped by Ctrl-C", file=sys.stderr)
+            return INTERRUPTED_CODE
     options = _parser().parse_args(words)
     try:
         if options.command == "check":
