@@ -5,7 +5,9 @@
     python -m trainer export CHECKPOINT FOLDER
     python -m trainer regenerate | eval | import-gguf ...      (--help of each says more)
 
-Exit codes: 0 done, also after SIGTERM or SIGINT with a checkpoint saved; 3 the config is wrong; 1 anything else.
+Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
+config is wrong; 6 import-gguf: the file fails its checksum; 9 eval: tokens that are not the target's own; 130 Ctrl-C, of
+the commands that don't stop on a checkpoint; 1 anything else.
 """
 
 import argparse

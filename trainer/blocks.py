@@ -39,7 +39,7 @@ class Blocks:
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On another device. To a GPU nobody waits for the copy, its queue keeps the order; the CPU would read too early."""
+    """On another device. A GPU's queue keeps the order, so no copy to it is waited for; the CPU would read early."""
     return tensor.to(device, dtype, non_blocking=device.type == "cuda")
 
 

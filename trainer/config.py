@@ -78,7 +78,7 @@ class TrainSection(Section):
     rows_per_step: int = Field(default=8, ge=1)
     """Rows that one optimiser step learns from."""
     micro_rows: int | None = Field(default=None, ge=1)
-    """Rows in one forward; divides rows_per_step; smaller saves memory, changes no result. None: all at once."""
+    """Rows in one forward; divides rows_per_step; smaller saves memory, same result but for rounding. None: all."""
     anchors: int = Field(default=128, ge=1)
     """Blocks per row, spread evenly over its conversations."""
     loss: Literal["exp-decay", "d-pace"] = "d-pace"
@@ -98,7 +98,7 @@ class TrainSection(Section):
     seed: int = Field(default=0, ge=0)
     """Draws weights, order of the data and anchors."""
     chunk_blocks: int = Field(default=256, ge=1)
-    """Blocks whose logits exist at one time; smaller saves memory, changes no result."""
+    """Blocks whose logits exist at one time; smaller saves memory, same result but for rounding."""
     log_every: int = Field(default=1, ge=1)
     """Steps between two records; the first and the last step make one in any case."""
     eval_every: int = Field(default=0, ge=0)

@@ -355,10 +355,6 @@ class DraftCache:
             self._layers[layer] = (torch.cat((old[0], new[0]), dim=2), torch.cat((old[1], new[1]), dim=2))
         return self._layers[layer]
 
-    def crop(self, length: int) -> None:
-        """Forgets every context token from position `length` on."""
-        self._layers = [(key[:, :, :length], value[:, :, :length]) for key, value in self._layers]
-
 
 class DraftModel(nn.Module):
     """The drafter: 11n + 3 tensors, named as the z-lab format names them."""

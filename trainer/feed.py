@@ -30,7 +30,7 @@ class Feed:
         self.rows = Rows(train, row_tokens=self._row_tokens, seed=settings.seed, shuffle=config.data.shuffle)
         self.micro_rows = settings.micro_rows or settings.rows_per_step
         self.batches_per_step = settings.rows_per_step // self.micro_rows
-        self._heldout = self._batches(in_order(heldout, self._row_tokens)) if heldout else []
+        self._heldout = self._batches(rows_once(heldout, self._row_tokens)) if heldout else []
         self.heldout_batches = len(self._heldout)
 
     def batches(self, done: int, row: int) -> Iterator[RowBatch]:
@@ -60,7 +60,7 @@ class Feed:
         return [row_batch(batch, self._anchors, HELDOUT_SEED) for batch in filled]
 
 
-def in_order(documents: Documents, row_tokens: int) -> list[Row]:
+def rows_once(documents: Documents, row_tokens: int) -> list[Row]:
     """All documents once, as rows."""
     rows = Rows(documents, row_tokens=row_tokens, seed=0, shuffle=False)
     return [rows.row(number) for number in range(rows.epoch_rows())]

@@ -12,7 +12,7 @@ from torch import nn
 
 def decayed(name: str) -> bool:
     """Matrices are decayed, norms are not."""
-    return not name.endswith(("norm.weight", "layernorm.weight"))
+    return not name.endswith("norm.weight")
 
 
 def parameter_names(model: nn.Module) -> list[str]:

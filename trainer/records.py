@@ -87,15 +87,8 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / checkpoint_name(step)
 
 
 def checkpoint_name(step: int) -> str:

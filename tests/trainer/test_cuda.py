@@ -15,7 +15,7 @@ from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
-from trainer.records import RunDir, read_metrics, read_status
+from trainer.records import RunDir, checkpoint_name, read_metrics, read_status
 from trainer.target import TargetModel, load_target
 from trainer.threads import nothing_compiles
 from trainer.train import train
@@ -83,7 +83,7 @@ def test_a_training_learns_and_resumes_on_the_gpu(tiny_folder: Path, tmp_path: P
     status = read_status(RunDir(tmp_path).status.read_bytes())
     assert status is not None and status.loss is not None and status.first_loss is not None
     assert status.loss < status.first_loss / 2
-    newest = RunDir(tmp_path).checkpoint(60) / "model.safetensors"
+    newest = RunDir(tmp_path).checkpoints / checkpoint_name(60) / "model.safetensors"
     newest.write_bytes(b"")
     assert train(load(text.encode()), tmp_path) == "finished"
     assert [r.step for r in read_metrics(RunDir(tmp_path).metrics.read_bytes())] == list(range(1, 61))

@@ -270,17 +270,6 @@ def test_training_forward_equals_cached_decoding(accepted: list[int], scaling: d
         torch.testing.assert_close(hidden[0], trained[n], rtol=0, atol=1e-10)
 
 
-def test_a_cropped_cache_forgets() -> None:
-    model, given = drafter(), Given([22], [6])
-    embeds = F.embedding(given.blocks().ids_BQ, given.table)
-    cache = DraftCache()
-    model.forward_cached(given.features[:, :9], embeds, torch.arange(13)[None], cache)
-    cache.crop(6)
-    hidden = model.forward_cached(given.features[:, :0], embeds, torch.arange(6, 10)[None], cache)
-    assert cache.length == 6
-    torch.testing.assert_close(hidden[0], given.hidden(model)[0], rtol=0, atol=1e-10)
-
-
 def test_the_forward_is_the_specification_in_plain_steps() -> None:
     """One block, written a second time from the specification, without any of the model's modules."""
     model, given = drafter(), Given([20], [7])

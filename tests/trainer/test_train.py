@@ -21,7 +21,7 @@ from trainer.data import DataError
 from trainer.features import FeatureBatch
 from trainer.learner import Learner
 from trainer.loss import LossTerms
-from trainer.records import RunDir, Status, StepRecord, read_metrics, read_status
+from trainer.records import RunDir, Status, StepRecord, checkpoint_name, read_metrics, read_status
 from trainer.train import TrainingError, train
 
 
@@ -46,7 +46,7 @@ def figures(records: list[StepRecord]) -> list[tuple[object, ...]]:
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = RunDir(run).checkpoint(step)
+    folder = RunDir(run).checkpoints / checkpoint_name(step)
     return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
 
 
@@ -222,7 +222,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tiny_folder: Path, tmp
     config = config_of(tiny_folder, train__steps=8, train__checkpoint_every=4)
     train(config, tmp_path / "whole", say=silent)
     train(config, tmp_path / "harmed", say=silent)
-    model = RunDir(tmp_path / "harmed").checkpoint(8) / "model.safetensors"
+    model = RunDir(tmp_path / "harmed").checkpoints / checkpoint_name(8) / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-8])
     lines: list[str] = []
     train(config, tmp_path / "harmed", say=lines.append)
@@ -246,7 +246,7 @@ def test_changed_data_is_said_when_resuming(tiny_folder: Path, tmp_path: Path) -
 def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: Path) -> None:
     config = config_of(tiny_folder, train__steps=30, train__lr=5e-3)
     train(config, tmp_path / "first", say=silent)
-    model, draft = load_drafter(RunDir(tmp_path / "first").checkpoint(30), "cpu", torch.float32)
+    model, draft = load_drafter(RunDir(tmp_path / "first").checkpoints / checkpoint_name(30), "cpu", torch.float32)
     save_drafter(tmp_path / "drafter", model, draft)
     train(config, tmp_path / "second", init_from=tmp_path / "drafter", say=silent)
     first, second = metrics_of(tmp_path / "first"), metrics_of(tmp_path / "second")
@@ -286,7 +286,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(tiny_folder: Path, tmp_pat
     part = StopAfter(2)
     config = config_of(tiny_folder, train__checkpoint_every=1)
     train(config, tmp_path, stop=part.event, say=part)
-    model, draft = load_drafter(RunDir(tmp_path).checkpoint(2), "cpu", torch.float32)
+    model, draft = load_drafter(RunDir(tmp_path).checkpoints / checkpoint_name(2), "cpu", torch.float32)
     torch.nn.init.constant_(model.norm.weight, float("nan"))
     save_drafter(tmp_path / "nan", model, draft)
     with pytest.raises(TrainingError, match="step 1: loss nan"):
