@@ -23,11 +23,11 @@ STRIDE = 64
 
 @dataclass(frozen=True)
 class Generated:
-    """One finished sequence: which prompt it answers, its new tokens without the end token, whether it came to one."""
+    """One finished sequence: which prompt it answers, its new tokens, and the end token it came to, if it did."""
 
     index: int
     tokens: list[int]
-    ended: bool
+    end: int | None
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
@@ -167,7 +167,12 @@ def generate(
                     slot.tokens.append(token)
                     slot.position += 1
         for slot in batch.slots:
-            ended = slot.index >= 0 and slot.tokens[-1] in ends
-            if ended or (slot.index >= 0 and len(slot.tokens) >= limit):
-                yield Generated(slot.index, slot.tokens[:-1] if ended else slot.tokens, ended)
-                slot.index, slot.position = -1, 0
+            if slot.index < 0:
+                continue
+            if (last := slot.tokens[-1]) in ends:
+                yield Generated(slot.index, slot.tokens[:-1], last)
+            elif len(slot.tokens) >= limit:
+                yield Generated(slot.index, slot.tokens, None)
+            else:
+                continue
+            slot.index, slot.position = -1, 0

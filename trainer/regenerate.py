@@ -3,12 +3,14 @@
 """`python -m trainer regenerate`: conversations that the target makes by itself, to train its drafter on.
 
 Prompts: the target continues its own user-turn header (as in Magpie, arXiv 2406.08464), temperature 1, top-p 0.95. Each
-is then answered greedily, since the drafter is to predict what the target says. All follows from the seed (on the same
-device with the same batch size). Dropped: prompts and answers without an end (the target ran away), empty or too short
-ones, prompts seen before, special tokens in the text, and answers whose text does not give back their tokens (training
-reads the text).
+is then answered greedily, since the drafter is to predict what the target says. All follows from the seed, on the same
+device with the same batch size; with --time-limit the clock decides how many rows there are, the seed only which.
+Dropped: prompts and answers without an end (the target ran away), empty or too short ones, prompts seen before, special
+tokens in the text, and answers that training would read as other tokens, since it reads the text: those whose text does
+not give back their tokens, and those that ended otherwise than the chat template ends a turn.
 
-Rows are written in the order of their prompts, each as soon as those before it are done. Beside FILE.jsonl lies
+Rows are written in the order of their prompts, each as soon as those before it are done, into FILE.jsonl.part; that
+takes FILE.jsonl's place at the end, and stays when the command is stopped before. Beside FILE.jsonl lies
 FILE.origin.json: the command, the seed and what came of it.
 """
 
@@ -48,6 +50,8 @@ class Counts:
     short: int = 0
     altered: int = 0
     """Answers with special tokens, or whose text reads as other tokens."""
+    other_end: int = 0
+    """Answers that ended with another of the target's end tokens than the chat template writes."""
     rows: int = 0
 
 
@@ -61,12 +65,17 @@ def user_header(tokenizer: Any) -> list[int]:
     return tokens_of(tokenizer, head)
 
 
-def plain_text(tokenizer: Any, tokens: Sequence[int]) -> str | None:
-    """The text of tokens; None when special tokens are among them or the text does not read back as the same tokens."""
-    if any(tokenizer.added_tokens_decoder.get(token) for token in tokens):
-        return None
-    text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-    return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
+def text_reader(tokenizer: Any) -> Callable[[Sequence[int]], str | None]:
+    """A function from tokens to their text: None when special tokens are among them or it reads back as others."""
+    added = frozenset(tokenizer.added_tokens_decoder)  # the tokenizer makes a new one at each look, in a millisecond
+
+    def read(tokens: Sequence[int]) -> str | None:
+        if not added.isdisjoint(tokens):
+            return None
+        text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
+
+    return read
 
 
 def sample_prompts(
@@ -83,10 +92,11 @@ def sample_prompts(
     choose = top_p(TOP_P, torch.Generator(target.device).manual_seed(seed))
     ends = target.end_tokens()
     found = generate(target, [header] * count, PROMPT_TOKENS, ends, slots=slots, choose=choose, stop=stop)
+    read = text_reader(target.tokenizer)
     texts: dict[str, None] = {}  # a set that keeps its order
     for sample in in_order(found):
         counts.sampled += 1
-        text = plain_text(target.tokenizer, sample.tokens) if sample.ended else None
+        text = read(sample.tokens) if sample.end is not None else None
         if text and text.strip():
             texts.setdefault(text)
     counts.prompts = len(texts)
@@ -119,21 +129,30 @@ def answer(
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = [prompt_tokens(target.tokenizer, chat) for chat in chats]
     found = generate(target, inputs, limit, target.end_tokens(), slots=slots, stop=stop)
+    read = text_reader(target.tokenizer)
     for one in in_order(found):
         counts.answered += 1
         counts.answer_tokens += len(one.tokens)
-        text = plain_text(target.tokenizer, one.tokens)
-        if not one.ended:
+        text = read(one.tokens)
+        if one.end is None:
             counts.unfinished += 1
         elif len(one.tokens) < least or not text or not text.strip():
             counts.short += text is not None
             counts.altered += text is None
         else:
+            chat = [*chats[one.index], {"role": "assistant", "content": text}]
+            if not writes_so(target.tokenizer, chat, [*one.tokens, one.end]):
+                counts.other_end += 1
+                continue
             counts.rows += 1
-            yield {
-                "id": f"self-{seed}-{one.index:06d}",
-                "messages": [*chats[one.index], {"role": "assistant", "content": text}],
-            }
+            yield {"id": f"self-{seed}-{one.index:06d}", "messages": chat}
+
+
+def writes_so(tokenizer: Any, chat: Sequence[dict[str, str]], answer: Sequence[int]) -> bool:
+    """Whether the chat template writes the last message with these tokens, its end token included."""
+    before = render(tokenizer, chat[:-1], answer_follows=True)
+    written = tokens_of(tokenizer, render(tokenizer, chat, answer_follows=False).removeprefix(before))
+    return written[: len(answer)] == list(answer)
 
 
 class Sorter:

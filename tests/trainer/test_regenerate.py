@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_targets import tiny_target
+from tiny_targets import TEMPLATE, THINKING_TEMPLATE, tiny_target
 
+from trainer.chat import prompt_tokens
 from trainer.data import read_documents
 from trainer.generate import Generated, generate, top_p
-from trainer.regenerate import Counts, answer, in_order, main, plain_text, sample_prompts, user_header
+from trainer.regenerate import Counts, answer, in_order, main, sample_prompts, text_reader, user_header
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
@@ -20,9 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def talkative(seed: int = 0) -> TargetModel:
-    """A tiny target whose turns end, at random's whim: every sixth token is an end token for it."""
+    """A tiny target whose turns end, at random's whim: often by the template's own end token, and by some others."""
     target = tiny_target(seed=seed)
-    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 6)]
+    target.head_weight[2] *= 2  # its logits are spread wider, so that it is the best more often
+    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 12)]
     return target
 
 
@@ -51,9 +53,10 @@ def test_many_at_a_time_as_one_by_one(slots: int) -> None:
     assert [one.index for one in found] == list(range(12))
     for prompt, one in zip(prompts, found, strict=True):
         alone = decode_plain(target, prompt, limit, ends)
-        ended = alone.tokens[-1] in ends
-        assert one == Generated(one.index, alone.tokens[:-1] if ended else alone.tokens, ended)
-    assert {one.ended for one in found} == {True, False}
+        last = alone.tokens[-1]
+        expected = (alone.tokens[:-1], last) if last in ends else (alone.tokens, None)
+        assert one == Generated(one.index, *expected)
+    assert {one.end is None for one in found} == {True, False}
 
 
 def test_stopping_ends_what_is_under_way_and_begins_nothing() -> None:
@@ -78,7 +81,7 @@ def test_top_p_leaves_the_tail_out() -> None:
 
 @given(st.permutations(range(6)))
 def test_in_order_sorts_and_keeps_all(indices: list[int]) -> None:
-    found = list(in_order(Generated(index, [], True) for index in indices))
+    found = list(in_order(Generated(index, [], 2) for index in indices))
     assert [one.index for one in found] == list(range(6))
 
 
@@ -93,25 +96,46 @@ def test_the_header_is_what_the_template_writes_before_the_user_s_words() -> Non
 def test_text_with_special_tokens_or_other_tokens_is_refused() -> None:
     tokenizer = tiny_target().tokenizer
     tokens = tokenizer.encode("a word\n")
-    assert plain_text(tokenizer, tokens) == "a word\n"
-    assert plain_text(tokenizer, [*tokens, 3]) is None  # <reserved>
+    read = text_reader(tokenizer)
+    assert read(tokens) == "a word\n"
+    assert read([*tokens, 3]) is None  # <reserved>
     unused = len(tokenizer) + 1
-    assert plain_text(tokenizer, [*tokens, unused]) is None  # a row of the embedding without a token
+    assert read([*tokens, unused]) is None  # a row of the embedding without a token
 
 
-def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path) -> None:
+class Counting:
+    """A tokenizer that counts how often its table of added tokens is made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.made = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.made += name == "added_tokens_decoder"
+        return getattr(self._tokenizer, name)
+
+
+def test_the_table_of_added_tokens_is_made_once() -> None:
+    counting = Counting(tiny_target().tokenizer)
+    read = text_reader(counting)
+    assert [read(counting.encode(text)) for text in ("one", "two")] == ["one", "two"]
+    assert counting.made == 1
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING_TEMPLATE])
+def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path, template: str) -> None:
     target = talkative()
+    target.tokenizer.chat_template = template
     prompts = sample_prompts(target, 40, Counts(), seed=1, slots=8)
     assert len(set(prompts)) == len(prompts) > 5
     counts = Counts()
     rows = list(answer(target, prompts, counts, seed=1, limit=6, least=2, slots=8))
     assert 0 < len(rows) == counts.rows < counts.answered == len(prompts)
-    assert counts.unfinished > 0
+    assert counts.unfinished > 0 and counts.other_end > 0
     for row in rows:
         question, said = row["messages"]
-        prompt = target.tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+        prompt = prompt_tokens(target.tokenizer, [question])
         alone = decode_plain(target, prompt, 6)
-        assert alone.tokens[-1] in target.end_tokens()
+        assert alone.tokens[-1] == 2  # as the template ends a turn, though others end one for the target too
         assert target.tokenizer.decode(alone.tokens[:-1]) == said["content"]
         assert question["content"] in prompts and len(said["content"]) >= 2
     file = tmp_path / "rows.jsonl"
