@@ -6,8 +6,8 @@
     python -m trainer regenerate | eval | import-gguf ...      (--help of each says more)
 
 Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
-config is wrong; 6 import-gguf: the file fails its checksum; 9 eval: tokens that are not the target's own; 130 Ctrl-C, of
-the commands that don't stop on a checkpoint; 1 anything else.
+config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
+in a command that doesn't stop on a checkpoint; 1 anything else.
 """
 
 import argparse
