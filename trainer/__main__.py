@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from trainer.config import ConfigFault, TrainConfig, as_mapping, load
 
@@ -114,6 +114,18 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
     return 0
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process, at once when a thread was left behind."""
+    from trainer.pipeline import left_running
+
+    if left_running():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def say(line: str) -> None:
     write_line(sys.stdout, line)
 
@@ -166,4 +178,4 @@ def _parser() -> argparse.ArgumentParser:
 _Raw = argparse.RawDescriptionHelpFormatter
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -72,6 +72,19 @@ class Channel(Generic[T]):
             return
 
 
+class Worker(threading.Thread):
+    """A thread of a pipeline. As a daemon it doesn't keep the process from ending."""
+
+
+def left_running() -> bool:
+    """Whether a thread of any pipeline still runs.
+
+    If so, end the process with os._exit: Python would take itself down under a thread that is in the middle of a torch
+    operation, and the process would die of an abort.
+    """
+    return any(isinstance(thread, Worker) for thread in threading.enumerate())
+
+
 class Pipeline(Generic[T]):
     """source -> stage -> stage -> the caller. T is what the last stage returns."""
 
@@ -81,10 +94,10 @@ class Pipeline(Generic[T]):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self.left_behind: list[str] = []  # threads that did not stop in time when the block was left
-        self._threads = [threading.Thread(target=self._run, args=(source, None, 0), name="source", daemon=True)]
+        self._threads = [Worker(target=self._run, args=(source, None, 0), name="source", daemon=True)]
         for index, (name, stage) in enumerate(stages):
             arguments = (self._channels[index], stage, index + 1)
-            self._threads.append(threading.Thread(target=self._run, args=arguments, name=name, daemon=True))
+            self._threads.append(Worker(target=self._run, args=arguments, name=name, daemon=True))
 
     def _run(self, items: Iterable[Any], stage: Callable[[Any], Any] | None, index: int) -> None:
         """One thread: items through a stage into the next channel, until they end, the pipeline stops, or one fails."""

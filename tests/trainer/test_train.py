@@ -434,6 +434,36 @@ def test_a_log_that_nobody_reads_any_more_loses_no_step(long_config: Path, tmp_p
     assert status.state == "stopped" and status.step >= 1 and status.checkpoint == f"step-{status.step:08d}"
 
 
+HANGING = """
+import os, signal, sys, torch, trainer.pipeline, trainer.train
+from trainer.__main__ import leave, main
+
+features_of, calls = trainer.train.features_of, []
+trainer.pipeline.JOIN_SECONDS = 0.1
+
+def hanging(*args):
+    calls.append(1)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+        product = torch.ones(600, 600)
+        while True:
+            product = (product @ product).tanh()
+    return features_of(*args)
+
+trainer.train.features_of = hanging
+leave(main())
+"""
+
+
+def test_a_thread_that_is_left_behind_spoils_no_good_end(long_config: Path, tmp_path: Path) -> None:
+    """Python aborts when it takes itself down under a thread that computes."""
+    command = [sys.executable, "-c", HANGING, "train", str(long_config), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "is still busy and was left behind\nstopped at step " in ended.stdout
+    assert status_of(tmp_path / "run").state == "stopped"
+
+
 def test_a_signal_before_the_first_step_leaves_a_checkpoint_too(long_config: Path, tmp_path: Path) -> None:
     trainer = Trainer(long_config, tmp_path / "run")
     # The first record is written after torch and transformers are imported, and before the target is loaded.
