@@ -341,11 +341,6 @@ class DraftCache:
     def __init__(self) -> None:
         self._layers: list[KeyValue] = []
 
-    @property
-    def length(self) -> int:
-        """Context tokens held."""
-        return self._layers[0][0].shape[2] if self._layers else 0
-
     def extend(self, layer: int, new: KeyValue) -> KeyValue:
         """Appends a layer's new context keys and values; returns all of them."""
         if layer == len(self._layers):

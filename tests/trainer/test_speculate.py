@@ -164,7 +164,6 @@ def test_one_block_in_training_is_one_cycle_in_decoding() -> None:
         places = torch.arange(done, anchor + size)[None]
         hidden = drafter.forward_cached(new, target.embedding(blocks[number][None]), places, cache)
         torch.testing.assert_close(hidden[0], trained[0, number * size : (number + 1) * size], rtol=1e-4, atol=1e-4)
-        assert cache.length == anchor  # the block's own keys are not kept
         done = anchor
 
 
