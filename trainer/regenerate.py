@@ -18,14 +18,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from trainer.arguments import at_least_one, at_least_zero
 from trainer.chat import prompt_tokens, render, tokens_of
 from trainer.generate import Generated, generate, top_p
 from trainer.target import TargetError, TargetModel, load_target
@@ -164,6 +165,8 @@ class Sorter:
         self._out, self._largest = out, largest
         self._heldout, self._excerpt = heldout, excerpt
         self._held = self._copied = 0
+        self.written = 0
+        """Rows in `out`."""
 
     def write(self, row: dict[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False) + "\n"
@@ -172,6 +175,7 @@ class Sorter:
             self._put(self._heldout[1], line)
             return
         self._put(self._out, line)
+        self.written += 1
         if self._excerpt and self._copied < self._excerpt[0] and len(line.encode()) <= self._largest:
             self._copied += 1
             self._put(self._excerpt[1], line)
@@ -187,61 +191,93 @@ def _arguments(words: list[str]) -> argparse.Namespace:
         "python -m trainer regenerate", description="Conversations made by the target itself."
     )
     parser.add_argument("--target", required=True, help="folder or hub name of the target model")
-    parser.add_argument("--self-prompts", type=int, required=True, metavar="N", help="prompts to sample")
+    parser.add_argument("--self-prompts", type=at_least_one, required=True, metavar="N", help="prompts to sample")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longer answers are dropped (%(default)s)")
-    parser.add_argument("--min-new-tokens", type=int, default=8, help="shorter answers are dropped (%(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=at_least_one, default=256, help="longer answers are dropped (%(default)s)"
+    )
+    parser.add_argument(
+        "--min-new-tokens", type=at_least_zero, default=8, help="shorter answers are dropped (%(default)s)"
+    )
     parser.add_argument("--heldout", nargs=2, metavar=("K", "FILE"), help="the first K rows go there instead")
     parser.add_argument("--excerpt", nargs=2, metavar=("K", "FILE"), help="K short rows of --out are copied there")
-    parser.add_argument("--excerpt-bytes", type=int, default=1500, help="the longest of them (%(default)s)")
+    parser.add_argument("--excerpt-bytes", type=at_least_one, default=1500, help="the longest of them (%(default)s)")
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="begin no prompt after S/3 seconds, no answer after S"
     )
-    parser.add_argument("--batch", type=int, default=768, help="sequences at a time (%(default)s)")
+    parser.add_argument("--batch", type=at_least_one, default=768, help="sequences at a time (%(default)s)")
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    for name in ("heldout", "excerpt"):
+        if given := getattr(options, name):
+            try:
+                setattr(options, name, (at_least_one(given[0]), Path(given[1])))
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"argument --{name}: {error}")
+    files = [options.out, *(path for _, path in filter(None, (options.heldout, options.excerpt)))]
+    if len({file.resolve() for file in files}) < len(files):
+        parser.error("--out, --heldout and --excerpt need a file each")
+    return options
 
 
-def _share(words: list[str] | None, files: ExitStack) -> tuple[int, TextIO] | None:
-    if words is None:
-        return None
-    if not words[0].isdecimal():
-        raise ValueError(f"{words[0]!r} is no number of rows: give a number, then a file")
-    return int(words[0]), files.enter_context(_create(Path(words[1])))
+@contextmanager
+def in_place_of(path: Path) -> Generator[TextIO]:
+    """A file that takes the place of `path` when the block ends well.
 
-
-def _create(path: Path) -> TextIO:
+    After an error what was written stays in PATH.part, where a line on stderr says so, and `path` is as it was.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a pipe or a device is written as it is
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("w", encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+    except BaseException:
+        if part.stat().st_size:
+            print(f"what was finished is in {part}", file=sys.stderr)
+        else:
+            part.unlink()
+        raise
+    part.replace(path)
 
 
 def main(words: list[str]) -> int:
-    """0. Raises ValueError or OSError on bad input."""
+    """0. Raises ValueError or OSError on bad input, and when no row came of it."""
     options = _arguments(words)
-    target = load_target(options.target, options.device, getattr(torch, options.dtype))
     counts = Counts()
-    begin = time.perf_counter()
-
-    def late(share: float) -> bool:
-        return options.time_limit is not None and time.perf_counter() - begin > share * options.time_limit
-
-    prompts = sample_prompts(
-        target, options.self_prompts, counts, seed=options.seed, slots=options.batch, stop=lambda: late(1 / 3)
-    )
-    sampled = time.perf_counter()
-    print(f"{counts.prompts} prompts of {counts.sampled} samples in {sampled - begin:.1f} s", flush=True)
-
     with ExitStack() as files:
-        out = files.enter_context(_create(options.out))
-        heldout, excerpt = _share(options.heldout, files), _share(options.excerpt, files)
+        # All files are opened first: a folder that can't be written is told before the work, not after it.
+        out = files.enter_context(in_place_of(options.out))
+        heldout, excerpt = (
+            (share[0], files.enter_context(in_place_of(share[1]))) if share else None
+            for share in (options.heldout, options.excerpt)
+        )
+        target = load_target(options.target, options.device, getattr(torch, options.dtype))
+        begin = time.perf_counter()
+
+        def late(share: float) -> bool:
+            return options.time_limit is not None and time.perf_counter() - begin > share * options.time_limit
+
+        prompts = sample_prompts(
+            target, options.self_prompts, counts, seed=options.seed, slots=options.batch, stop=lambda: late(1 / 3)
+        )
+        sampled = time.perf_counter()
+        print(f"{counts.prompts} prompts of {counts.sampled} samples in {sampled - begin:.1f} s", flush=True)
         sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
         for row in answer(
             target, prompts, counts, seed=options.seed, limit=options.max_new_tokens, least=options.min_new_tokens,
             slots=options.batch, stop=lambda: late(1),
         ):  # fmt: skip
             sorter.write(row)
+        if not sorter.written:
+            came = ", ".join(f"{name} {count}" for name, count in asdict(counts).items())
+            raise ValueError(f"no row for {options.out}: {came}")
     seconds = time.perf_counter() - sampled
     print(
         f"{counts.rows} rows of {counts.answered} answers, {counts.answer_tokens} answer tokens in {seconds:.1f} s "

@@ -1,6 +1,11 @@
 """Conversations made by the target: many at a time as one by one, by seed, and only those fit to learn from."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_targets import TEMPLATE, THINKING_TEMPLATE, tiny_target
 
+from trainer.__main__ import main as command
 from trainer.chat import prompt_tokens
 from trainer.data import read_documents
 from trainer.generate import Generated, generate, top_p
-from trainer.regenerate import Counts, answer, in_order, main, sample_prompts, text_reader, user_header
+from trainer.regenerate import Counts, answer, in_order, in_place_of, main, sample_prompts, text_reader, user_header
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
@@ -171,6 +177,84 @@ def test_held_out_rows_are_not_learned_from_and_excerpts_are(saved: Path, tmp_pa
     assert origin["counts"]["rows"] == len(everything)
 
 
-def test_when_the_time_is_up_nothing_is_begun(saved: Path, tmp_path: Path) -> None:
-    assert run(saved, tmp_path / "out.jsonl", 3, "--time-limit", "0") == []
-    assert json.loads((tmp_path / "out.origin.json").read_text())["counts"]["sampled"] == 0
+def test_nothing_made_is_an_error_and_leaves_the_old_file(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    words = ["regenerate", "--target", str(saved), "--self-prompts", "9", "--out", str(out)]
+    assert command([*words, "--time-limit", "0"]) == 1  # when the time is up nothing is begun
+    assert f"no row for {out}: sampled 0, " in capsys.readouterr().err
+    assert out.read_text() == "old" and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--batch", "0"],
+        ["--self-prompts", "-1"],
+        ["--heldout", "x", "held.jsonl"],
+        ["--excerpt", "0", "some.jsonl"],
+        ["--heldout", "3", "out.jsonl"],
+    ],
+)
+def test_wrong_words_are_usage_before_anything_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out.jsonl").write_text("old")
+    with pytest.raises(SystemExit) as caught:
+        main(["--target", "/nowhere", "--self-prompts", "9", "--out", "out.jsonl", *more])
+    assert caught.value.code == 2
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"out.jsonl": "old"}
+
+
+def test_a_target_that_is_not_there_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("old")
+    with pytest.raises(TargetError):
+        main(["--target", "/nowhere", "--self-prompts", "9", "--out", str(tmp_path / "out.jsonl")])
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"out.jsonl": "old"}
+
+
+def test_a_file_that_can_not_be_written_is_told_before_the_target_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        main(["--target", "/nowhere", "--self-prompts", "9", "--out", str(tmp_path / "file" / "out.jsonl")])
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with in_place_of(pipe) as file:
+        file.write("x")
+    assert os.read(reader, 9) == b"x" and pipe.is_fifo()
+    os.close(reader)
+
+
+def test_what_was_finished_outlives_ctrl_c(saved: Path, tmp_path: Path) -> None:
+    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    out.write_text("old")
+    words = [
+        "--target",
+        str(saved),
+        "--self-prompts",
+        "60",
+        "--out",
+        str(out),
+        "--batch",
+        "8",
+        "--max-new-tokens",
+        "900",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainer", "regenerate", *words, "--min-new-tokens", "1", "--device", "cpu"],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not (part.exists() and part.stat().st_size):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130
+    assert said == f"what was finished is in {part}\nregenerate: stopped by Ctrl-C\n"
+    assert rows_of(part) and out.read_text() == "old"
