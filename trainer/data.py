@@ -11,8 +11,8 @@ Row i is always the same, whatever was asked for before: a training's place in t
 # pyright: reportUnknownMemberType=false
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -97,8 +97,11 @@ def read_documents(
     row_tokens: int,
     last_turn_only: bool = False,
     mask_token_id: int | None = None,
+    end_tokens: Collection[int] = (),
 ) -> Documents:
     """Reads a JSONL file. Malformed lines are reported and left out.
+
+    end_tokens: those that end the target's answers, beside the tokenizer's own.
 
     Raises DataError: the file can't be read, has more than 10% malformed lines, or nothing to learn from; the tokenizer
     has no chat template; the mask token occurs in a conversation.
@@ -111,6 +114,7 @@ def read_documents(
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"data {path} can't be read: {error.strerror}") from error
+    ends = frozenset([tokenizer.eos_token_id, *end_tokens])
     documents: list[Document] = []
     bad: list[str] = []
     cut = unusable = lines = 0
@@ -119,7 +123,7 @@ def read_documents(
             continue
         lines += 1
         try:
-            whole = document_from_line(line, tokenizer, last_turn_only=last_turn_only)
+            whole = document_from_line(line, tokenizer, ends, last_turn_only=last_turn_only)
         except LineError as error:
             bad.append(f"{path}:{number}: {error}")
             continue
@@ -151,8 +155,8 @@ def learnable(document: Document) -> bool:
     return bool(anchor_candidates(document.loss_mask, np.zeros(len(document), dtype=np.int64)).any())
 
 
-def document_from_line(line: bytes, tokenizer: Any, *, last_turn_only: bool) -> Document:
-    """One conversation as tokens. Raises LineError with the reason."""
+def document_from_line(line: bytes, tokenizer: Any, ends: Collection[int], *, last_turn_only: bool) -> Document:
+    """One conversation as tokens; `ends` are the tokens that end an answer. Raises LineError with the reason."""
     try:
         messages = [m.model_dump() for m in Conversation.model_validate_json(line).messages]
     except ValidationError as error:
@@ -166,9 +170,7 @@ def document_from_line(line: bytes, tokenizer: Any, *, last_turn_only: bool) -> 
     loss_mask: list[bool] = []
     for text, answer in segments(messages, turns[-1:] if last_turn_only else turns, tokenizer):
         new = tokens_of(tokenizer, text)
-        supervised = supervised_tokens(new, tokenizer.eos_token_id) if answer is not None else 0
-        if answer is not None:
-            check_answer(tokenizer.decode(new[:supervised], clean_up_tokenization_spaces=False), answer)
+        supervised = 0 if answer is None else supervised_tokens(new, answer, tokenizer, ends)
         ids += new
         loss_mask += [i < supervised for i in range(len(new))]
     return Document(np.array(ids, dtype=np.int64), np.array(loss_mask, dtype=np.bool_))
@@ -198,18 +200,21 @@ def segments(
         done = after
 
 
-def supervised_tokens(ids: Sequence[int], end_token_id: int | None) -> int:
-    """How many tokens of an answer's piece the model makes itself: up to its end token; what the template adds, not."""
-    for index in range(len(ids) - 1, -1, -1):
-        if ids[index] == end_token_id:
-            return index + 1
-    return len(ids)
+def supervised_tokens(ids: Sequence[int], answer: str, tokenizer: Any, ends: Collection[int]) -> int:
+    """How many tokens of an answer's piece the model makes itself: the answer and the end token behind it.
 
+    What the template adds after that, and all it adds where there is no end token, is not learned. Raises LineError
+    when the tokens don't decode to the answer.
+    """
 
-def check_answer(decoded: str, answer: str) -> None:
-    """The supervised tokens, decoded, must be the answer. Raises LineError."""
-    if not decoded.strip().startswith(answer.strip()):
+    def covers(count: int) -> bool:
+        text = str(tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False))
+        return text.strip().startswith(answer.strip())
+
+    if not covers(len(ids)):
         raise LineError("its supervised tokens don't decode to the answer")
+    said = bisect_left(range(len(ids)), True, key=covers)
+    return next((index + 1 for index in range(said, len(ids)) if ids[index] in ends), said)
 
 
 # --- packing ---

@@ -231,6 +231,7 @@ def read(path: str, config: TrainConfig, target: TargetModel, draft: DraftConfig
         row_tokens=config.data.row_tokens,
         last_turn_only=config.data.last_turn_only,
         mask_token_id=draft.mask_token_id,
+        end_tokens=target.end_tokens(),
     )
     for line in documents.report:
         say(line)

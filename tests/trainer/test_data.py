@@ -44,19 +44,21 @@ def test_the_loss_is_on_the_answers_and_their_ends(tokenizer: Any) -> None:
     talk = line(
         ("system", "Be brief."), ("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", " é\n")
     )
-    document = document_from_line(talk, tokenizer, last_turn_only=False)
+    document = document_from_line(talk, tokenizer, [tokenizer.eos_token_id], last_turn_only=False)
     assert supervised(document, tokenizer) == ["Hello.<|im_end|>", " é\n<|im_end|>"]
     # The tokens are the template's text, whole and in order.
     written = tokenizer.apply_chat_template(json.loads(talk)["messages"], tokenize=False)
     assert tokenizer.decode(document.ids) == written
-    last = document_from_line(talk, tokenizer, last_turn_only=True)
+    last = document_from_line(talk, tokenizer, [tokenizer.eos_token_id], last_turn_only=True)
     assert supervised(last, tokenizer) == [" é\n<|im_end|>"]
     assert (last.ids == document.ids).all()
 
 
 def test_an_answer_is_tokenised_as_it_is_while_decoding(tokenizer: Any) -> None:
     """The prompt's tokens are those of the prompt alone, whatever the answer begins with."""
-    document = document_from_line(line(("user", "Hi?"), ("assistant", "\n\nHello")), tokenizer, last_turn_only=False)
+    document = document_from_line(
+        line(("user", "Hi?"), ("assistant", "\n\nHello")), tokenizer, [tokenizer.eos_token_id], last_turn_only=False
+    )
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi?"}], tokenize=True, add_generation_prompt=True, return_dict=False
     )
@@ -72,8 +74,8 @@ def test_a_template_that_rewrites_earlier_turns_is_found_out(tokenizer: Any, tin
     )
     talk = line(("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", "Bye."))
     with pytest.raises(ValueError, match="rewrites earlier turns"):
-        document_from_line(talk, own, last_turn_only=False)
-    assert supervised(document_from_line(talk, own, last_turn_only=True), own) == ["Bye.\n"]
+        document_from_line(talk, own, [own.eos_token_id], last_turn_only=False)
+    assert supervised(document_from_line(talk, own, [own.eos_token_id], last_turn_only=True), own) == ["Bye."]
 
 
 def test_a_template_whose_prompt_is_not_how_its_answers_begin_is_found_out(tiny_folder: Path) -> None:
@@ -83,7 +85,7 @@ def test_a_template_whose_prompt_is_not_how_its_answers_begin_is_found_out(tiny_
         "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
     )
     with pytest.raises(ValueError, match="rewrites earlier turns"):
-        document_from_line(line(("user", "Hi?"), ("assistant", "Hello.")), own, last_turn_only=True)
+        document_from_line(line(("user", "Hi?"), ("assistant", "Hello.")), own, [own.eos_token_id], last_turn_only=True)
 
 
 def test_a_template_that_changes_the_answer_is_found_out(tiny_folder: Path) -> None:
@@ -93,7 +95,45 @@ def test_a_template_that_changes_the_answer_is_found_out(tiny_folder: Path) -> N
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     with pytest.raises(ValueError, match="don't decode to the answer"):
-        document_from_line(line(("user", "Hi?"), ("assistant", "Hello.")), own, last_turn_only=False)
+        document_from_line(
+            line(("user", "Hi?"), ("assistant", "Hello.")), own, [own.eos_token_id], last_turn_only=False
+        )
+
+
+def test_what_the_template_writes_behind_an_answer_is_not_learned(tiny_folder: Path) -> None:
+    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
+    own.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n[END]\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    talk = line(("user", "Hi?"), ("assistant", "Hello é"), ("user", "Bye?"), ("assistant", "Bye."))
+    document = document_from_line(talk, own, [own.eos_token_id], last_turn_only=False)
+    assert supervised(document, own) == ["Hello é", "Bye."]
+
+
+def test_the_first_of_the_target_s_end_tokens_ends_an_answer(tiny_folder: Path) -> None:
+    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
+    start, end = own.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    own.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|>-<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    talk = line(("user", "Hi?"), ("assistant", "Hello."))
+    for ends, said in (([start, end], "Hello.<|im_start|>"), ([end], "Hello.<|im_start|>-<|im_end|>")):
+        assert supervised(document_from_line(talk, own, ends, last_turn_only=False), own) == [said]
+
+
+def test_a_file_is_read_with_the_target_s_end_tokens_and_the_tokenizer_s(tiny_folder: Path, tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
+    own.chat_template = own.chat_template.replace("<|im_end|>", "<|im_start|>")
+    path = write_jsonl(tmp_path / "data.jsonl", conversations(1))
+    start = own.convert_tokens_to_ids("<|im_start|>")
+    for end_tokens, ended in (([], False), ([start], True)):
+        (document,) = read_documents(path, own, row_tokens=96, end_tokens=end_tokens).documents
+        assert (document.ids[document.loss_mask][-1] == start) == ended
+    usual = AutoTokenizer.from_pretrained(tiny_folder / "target")
+    (document,) = read_documents(path, usual, row_tokens=96, end_tokens=[start]).documents
+    assert document.ids[document.loss_mask][-1] == usual.eos_token_id
 
 
 # --- bad input ---
