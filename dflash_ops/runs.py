@@ -361,9 +361,9 @@ def run_of(facts: Mapping[str, Any]) -> Run:
         signal=end.get("signal"),
         status=status,
         checkpoints=tuple(facts["checkpoints"]),
-        last_lines=tuple(end.get("last_lines", ())),
+        last_lines=tuple(end.get("last_lines") or ()),
         log_bytes=facts["log_bytes"],
-        log_lost_bytes=end.get("log_lost_bytes", 0),
+        log_lost_bytes=end.get("log_lost_bytes") or 0,
         resumes=record.get("resumes"),
         processes=_processes(facts.get("processes", ())),
     )

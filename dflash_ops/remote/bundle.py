@@ -12,7 +12,7 @@ from dflash_ops.command import Command
 
 # The modules each verb needs, in the order of their imports. `start` also carries what a run keeps for itself.
 _NEEDS = {
-    "start": ("answers", "processes", "rundir", "stop", "supervisor", "view", "start"),
+    "start": ("answers", "processes", "rundir", "releases", "stop", "supervisor", "view", "start"),
     "stop": ("answers", "processes", "rundir", "stop"),
     "report": ("answers", "processes", "rundir", "report"),
     "follow": ("answers", "processes", "rundir", "follow"),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PROC = Path("/proc")
 RUN_ID = b"DFLASH_RUN_ID"
@@ -63,11 +63,19 @@ def table() -> list[Process]:
     return [process for process in map(read, numbers) if process is not None]
 
 
+def is_identity(value: Any) -> bool:
+    """Whether a value out of a record is a process's {"pid", "start"}."""
+    if not isinstance(value, dict):
+        return False
+    record = cast("dict[str, Any]", value)
+    return type(record.get("pid")) is int and type(record.get("start")) is int
+
+
 def find(identity: dict[str, Any] | None) -> Process | None:
-    """The process of a recorded {"pid", "start"}, if it still is the same one; dead but unreaped ones count."""
-    if not identity:
+    """The process of a recorded identity, if it still is the same one; dead but unreaped ones count."""
+    if identity is None or not is_identity(identity):
         return None
-    process = read(int(identity["pid"]))
+    process = read(identity["pid"])
     return process if process is not None and process.start == identity["start"] else None
 
 

@@ -35,6 +35,11 @@ def is_inside(name: str) -> bool:
     return bool(name) and "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
+def is_release_id(name: str) -> bool:
+    """Whether a release can be called that: `YYYYMMDD-HHMMSS-<commit7 or nogit>-<8 hex>`."""
+    return _RELEASE_ID.fullmatch(name) is not None
+
+
 def canonical(files: list[dict[str, Any]]) -> bytes:
     """The bytes whose sha256 ends a release's id: the manifest's files, in one spelling."""
     return json.dumps(files, sort_keys=True, separators=(",", ":")).encode("ascii")
@@ -55,7 +60,7 @@ def current(path: Path) -> str | None:
 def names(path: Path) -> list[str]:
     """The ids of all releases, the oldest first."""
     with contextlib.suppress(FileNotFoundError):
-        return sorted(entry.name for entry in (path / "releases").iterdir() if _RELEASE_ID.fullmatch(entry.name))
+        return sorted(entry.name for entry in (path / "releases").iterdir() if is_release_id(entry.name))
     return []
 
 

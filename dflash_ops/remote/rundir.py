@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The record; None when it is missing or not ours to read (a torn or foreign file is as good as none)."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType] # keys checked by use
+    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType] # see `_sound`
 
 
 def write_json(path: Path, record: dict[str, Any], mode: int = 0o644) -> None:
@@ -110,7 +110,7 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
 def folders(path: Path) -> list[Path]:
     """The run folders, oldest first by this machine's clock: the time in an id is that of the laptop that chose it."""
     try:
-        found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.fullmatch(folder.name)]
+        found = [folder for folder in (path / "runs").iterdir() if _RUN_ID.fullmatch(folder.name) and folder.is_dir()]
     except FileNotFoundError:
         return []
     return sorted(found, key=_made_at)
@@ -141,10 +141,44 @@ def find(path: Path, run: str) -> Path:
     return named[-1]
 
 
+def _sound(record: dict[str, Any], fields: dict[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """The record without the fields that are not what they should be: one foreign file must not end every listing."""
+    return {name: value for name, value in record.items() if value is None or name not in fields or fields[name](value)}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e15  # false for NaN as well
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(of, value))  # pyright: ignore[reportUnknownArgumentType]
+
+
+# What is read of the records, here or by dflash_ops.runs.
+_RUN_FIELDS = {"release": _is_text, "created_at": _is_text, "resumes": _is_text, "gpus": _are(_is_integer)}
+_STATE_FIELDS = {"boot_id": _is_text, "supervisor": processes.is_identity, "child": processes.is_identity}
+_EXIT_FIELDS = {
+    "code": _is_integer,
+    "signal": _is_integer,
+    "ended_at": _is_text,
+    "seconds": _is_number,
+    "last_lines": _are(_is_text),
+    "log_lost_bytes": _is_integer,
+}
+
+
 def facts(folder: Path, boot: str) -> dict[str, Any]:
     """What the run's folder and the process table say; what it means is for `dflash_ops.runs` to judge."""
     ended = read_json(folder / "exit.json")
-    state = read_json(folder / "state.json") or {}
+    state = _sound(read_json(folder / "state.json") or {}, _STATE_FIELDS)
     same_boot = state.get("boot_id") == boot
     supervisor_alive = same_boot and processes.alive(state.get("supervisor"))
     if ended is None and not supervisor_alive:
@@ -155,16 +189,23 @@ def facts(folder: Path, boot: str) -> dict[str, Any]:
         log_bytes = 0
     return {
         "run_id": folder.name,
-        "run": read_json(folder / "run.json") or {},
+        "run": _sound(read_json(folder / "run.json") or {}, _RUN_FIELDS),
         "state": state,
-        "exit": ended,
+        "exit": None if ended is None else _sound(ended, _EXIT_FIELDS),
         "status": read_json(folder / "status.json"),
         "supervisor_alive": supervisor_alive,
         "child_alive": same_boot and processes.alive(state.get("child")),
-        "starting": not state and time.time() - folder.stat().st_mtime < _STARTING_SECONDS,
+        "starting": not state and _is_new(folder),
         "log_bytes": log_bytes,
         "checkpoints": checkpoints(folder),
     }
+
+
+def _is_new(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime < _STARTING_SECONDS
+    except OSError:  # removed meanwhile
+        return False
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, processes, rundir
+from dflash_ops.remote import answers, processes, releases, rundir
 
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
@@ -31,6 +31,7 @@ _CHECK_SECONDS = 60.0
 _SPAWN_SECONDS = 15.0
 _TMUX_SECONDS = 15.0
 _FREE_GRACE = 5.0
+_SHOW_RELEASES = "dflash-ops releases"
 LOCK_NAME = "dflash-ops-gpu-"
 
 
@@ -86,13 +87,17 @@ def _refuse_if_busy(path: Path, parameters: dict[str, Any]) -> None:
 
 def _release(path: Path, wanted: str | None) -> Path:
     """The folder of the release by its real path: `current` may be swapped while the run goes on."""
-    link = path / "releases" / wanted if wanted else path / "current"
+    every = path / "releases"
+    if wanted is not None and not releases.is_release_id(wanted):
+        raise answers.Fault("not_found", f"there is no release {wanted!r}", "that is no release id", _SHOW_RELEASES)
+    link = path / "current" if wanted is None else every / wanted
     folder = Path(os.path.realpath(link))
     if not folder.is_dir():
-        what = f"there is no release {wanted}" if wanted else "nothing is deployed"
-        raise answers.Fault(
-            "not_found", what, f"{link} is missing", "dflash-ops releases" if wanted else "dflash-ops deploy"
-        )
+        if wanted is None:
+            raise answers.Fault("not_found", "nothing is deployed", f"{link} is missing", "dflash-ops deploy")
+        raise answers.Fault("not_found", f"there is no release {wanted}", f"{link} is missing", _SHOW_RELEASES)
+    if folder.parent != Path(os.path.realpath(every)) or not releases.is_release_id(folder.name):
+        raise answers.Fault("preflight", "that is no release of ours", f"{link} leads to {folder}", "dflash-ops deploy")
     return folder
 
 

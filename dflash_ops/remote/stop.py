@@ -109,4 +109,6 @@ def _end_supervisor(folder: Path, supervisor: processes.Process) -> None:
 
 
 def _ended(exit_record: dict[str, Any]) -> str:
-    return f"it ended at {exit_record['ended_at']} with exit code {exit_record['code']}"
+    if exit_record.get("ended_at") is None:
+        return "it has ended; its record does not say how"
+    return f"it ended at {exit_record['ended_at']} with exit code {exit_record.get('code')}"

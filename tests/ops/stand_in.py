@@ -87,14 +87,16 @@ Path(run_dir, "checkpoints", f"step-{step:08d}").mkdir(parents=True)
 print("saved", flush=True)
 """
 
+RELEASE = "20261129-120000-nogit-0123abcd"
+
 
 def make_release(path: Path) -> Path:
-    """<path>/releases/r1 with the stand-in trainer, and `current` on it."""
-    package = path / "releases" / "r1" / "trainer"
+    """<path>/releases/RELEASE with the stand-in trainer, and `current` on it."""
+    package = path / "releases" / RELEASE / "trainer"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(TRAINER)
-    (path / "current").symlink_to("releases/r1")
+    (path / "current").symlink_to(f"releases/{RELEASE}")
     return package.parent
 
 

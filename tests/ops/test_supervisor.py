@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,11 @@ from typing import Any
 
 import pytest
 import stand_in
+from hypothesis import example, given
+from hypothesis import strategies as st
 from stand_in import call, call_bytes, carriers, exists, retry_until
 
+from dflash_ops import render_runs, runs
 from dflash_ops.remote import processes, rundir
 from dflash_ops.remote.follow import tail_offset
 from dflash_ops.remote.supervisor import Log, parse_environment
@@ -46,6 +50,11 @@ class Box:
         code, reply = call("report", {"path": str(self.path), "run": run})
         assert code == 0
         return reply["runs"][0]
+
+    def all_facts(self) -> list[dict[str, Any]]:
+        code, reply = call("report", {"path": str(self.path), "run": None})
+        assert code == 0
+        return reply["runs"]
 
     def ended(self, folder: Path) -> dict[str, Any]:
         return retry_until(lambda: rundir.read_json(folder / "exit.json"))
@@ -343,7 +352,7 @@ def test_the_same_run_id_starts_once(box: Box) -> None:
     ("more", "code", "says"),
     [
         ({"config": "steeps = 3"}, 3, "mine.toml: steeps: not known; did you mean steps?"),
-        ({"release": "r9"}, 8, "there is no release r9"),
+        ({"release": "r9"}, 8, "there is no release 'r9'"),
         ({"resume": "nobody"}, 8, "there is no run nobody"),
         ({"init_from": "/nowhere"}, 8, "no drafter at /nowhere"),
     ],
@@ -548,3 +557,66 @@ def test_records_are_whole_or_not_there(tmp_path: Path) -> None:
     assert rundir.read_json(tmp_path / "x.json") == {"a": 1}
     (tmp_path / "y.json").write_text("[1")
     assert rundir.read_json(tmp_path / "y.json") is None
+
+
+# -- what does not belong there
+
+
+@pytest.mark.parametrize("release", ["../current", "/tmp", "", ".", f"../releases/{stand_in.RELEASE}", "r1\n"])
+def test_only_a_release_can_be_started(box: Box, release: str) -> None:
+    code, reply = box.try_start("a", release=release)
+    assert (code, reply["kind"]) == (8, "not_found")
+    assert not rundir.folders(box.path)
+
+
+def test_a_link_that_leaves_the_releases_starts_nothing(box: Box, tmp_path: Path) -> None:
+    elsewhere = stand_in.make_release(tmp_path / "elsewhere")
+    stranger = "20261129-120000-nogit-00000000"
+    (box.path / "releases" / stranger).symlink_to(elsewhere)
+    (box.path / "current").unlink()
+    (box.path / "current").symlink_to(elsewhere)
+    for release in (stranger, None):
+        code, reply = box.try_start("a", release=release)
+        assert (code, reply["kind"]) == (6, "preflight")
+        assert str(elsewhere) in reply["why"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["pid", "start", "x"]), inner),
+    max_leaves=5,
+)
+_FIELDS = ["gpus", "release", "created_at", "resumes", "boot_id", "supervisor", "child", "code", "signal", "stopped"]
+_RECORD = _JSON | st.dictionaries(
+    st.sampled_from([*_FIELDS, "ended_at", "seconds", "last_lines", "log_lost_bytes"]), _JSON
+)
+
+
+@given(run=_RECORD, state=_RECORD, ended=_RECORD, status=_RECORD)
+@example(run={"gpus": 5}, state={"supervisor": 3}, ended={}, status=[])
+@example(run={"gpus": ["0"]}, state={"child": {"pid": 1}}, ended={"seconds": float("nan"), "last_lines": 3}, status=1)
+def test_foreign_records_are_read_as_far_as_they_are_ours(run: Any, state: Any, ended: Any, status: Any) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "runs", "a-20261129-120000-abcd")
+        folder.mkdir(parents=True)
+        if isinstance(state, dict):
+            state["boot_id"] = processes.boot_id()
+        for name, record in {"run": run, "state": state, "exit": ended, "status": status}.items():
+            (folder / f"{name}.json").write_text(json.dumps(record))
+        found = runs.run_of(rundir.facts(folder, processes.boot_id()))
+        render_runs.show_runs([found])
+        render_runs.show_run(found)
+        assert found.verdict() and json.dumps(found.to_json())
+
+
+def test_one_foreign_record_ends_no_listing_and_no_stop(box: Box) -> None:
+    folder = box.path / "runs" / "b-20261129-120000-abcd"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"gpus": 5}')
+    (folder / "state.json").write_text(json.dumps({"boot_id": processes.boot_id(), "supervisor": 3, "child": {}}))
+    (folder / "exit.json").write_text("{}")
+    folder.with_name("c-20261129-120000-abcd").symlink_to("nowhere")
+    mine = box.start("a", gpus=[0])
+    assert [it["run_id"] for it in box.all_facts()] == [folder.name, mine.name]
+    code, reply = box.stop("b")
+    assert (code, reply["why"]) == (8, "it has ended; its record does not say how")
