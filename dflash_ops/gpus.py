@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dflash_ops.answers import answer
 from dflash_ops.command import Command, Container, Query
 from dflash_ops.remote import bundle
-from dflash_ops.runs import answer, run_of
+from dflash_ops.runs import run_of
 
 SCHEMA_VERSION = 1
 SMI_SECONDS = 10.0
@@ -207,6 +208,16 @@ def _no_value(text: str) -> bool:
 
 
 # -- joining
+
+
+def by_vmid(views: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """The views of containers by vmid. Those of one container, each of another folder of it, become one with the runs
+    of all; what else they say is the same."""
+    merged: dict[int, dict[str, Any]] = {}
+    for vmid, view in views:
+        known = merged.setdefault(vmid, {**view, "runs": []})
+        known["runs"] = [*known["runs"], *view["runs"]]
+    return merged
 
 
 def join(host: str, view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> GpuStatus:

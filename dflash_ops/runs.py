@@ -238,6 +238,12 @@ def env_names(text: str, file: str) -> list[str]:
     """
     names: list[str] = []
     for number, line in enumerate(text.split("\n"), start=1):
+        if "\0" in line:
+            raise ConfigError(
+                "the env file has a NUL byte, which no environment can hold",
+                where=f"{file}:{number}",
+                next="remove it; the file is text",
+            )
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, sign, _ = line.partition("=")

@@ -17,11 +17,12 @@ def gpu_status(shell: Shell, host: Host, containers: Sequence[Container]) -> gpu
     here = [container for container in containers if container.host == host]
     with ThreadPoolExecutor(max_workers=len(here) + 1) as pool:
         view = pool.submit(shell.ask, host, gpus.host_query())
-        asked = {container.vmid: pool.submit(_ask, shell, container) for container in here}
-    answers = {vmid: future.result() for vmid, future in asked.items()}
-    insides = {vmid: it for vmid, it in answers.items() if not isinstance(it, OpsError)}
+        # Every one of them: two may be the same container with its runs in two folders.
+        asked = [(container.vmid, pool.submit(_ask, shell, container)) for container in here]
+    answers = [(vmid, future.result()) for vmid, future in asked]
+    insides = gpus.by_vmid([(vmid, it) for vmid, it in answers if not isinstance(it, OpsError)])
     status = gpus.join(str(host), view.result(), insides)
-    problems = [str(it) for it in answers.values() if isinstance(it, OpsError)]
+    problems = dict.fromkeys(str(it) for _, it in answers if isinstance(it, OpsError))
     return replace(status, problems=(*status.problems, *problems))
 
 

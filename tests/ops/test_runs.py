@@ -104,11 +104,13 @@ def test_gpu_words() -> None:
             runs.parse_gpus(wrong, BOX)
 
 
-def test_env_names_never_show_a_value() -> None:
+@pytest.mark.parametrize("wrong", ["A=1\nhush hush", "A=1\nB=hu\0sh hush\n", "A=1\n# \0\n"])
+def test_env_names_never_show_a_value(wrong: str) -> None:
     assert runs.env_names("A=1\n# c\n\nB_2= x y \n", "f") == ["A", "B_2"]
     with pytest.raises(ConfigError) as caught:
-        runs.env_names("A=1\nhush hush", "secrets.env")
+        runs.env_names(wrong, "secrets.env")
     assert "secrets.env:2" in str(caught.value) and "hush" not in str(caught.value)
+    assert caught.value.next
 
 
 # -- commands

@@ -1,4 +1,4 @@
-"""gpu-status over real ssh: two containers, one stopped, what people see, what programs read."""
+"""gpu-status over real ssh: two containers, one of them twice in the inventory, one stopped; what people see, what programs read."""
 
 import json
 from dataclasses import replace
@@ -23,6 +23,11 @@ vmid = 201
 python = "sandbox"
 path = "/opt/status"
 gpus = [0, 1]
+[containers.again]
+host = "box"
+vmid = 200
+python = "sandbox"
+path = "/opt/another-folder-of-200"
 [containers.stopped]
 host = "box"
 vmid = 202
