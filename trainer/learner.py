@@ -43,7 +43,7 @@ def features_of(target: TargetModel, rows: RowBatch, draft: DraftConfig, device:
     anchors_BN, keep_BN = here.anchors_BN, here.keep_BN
     if device.type == "cuda":
         anchors_BN, keep_BN = whole_tiles(anchors_BN, keep_BN, draft.block_size)
-    features_BSF = target.features(here.ids_BS, here.document_ids_BS, draft.target_layer_ids, here.positions_BS)
+    features_BSF = target.features(here.ids_BS, here.document_ids_BS, here.positions_BS, draft.target_layer_ids)
     blocks = make_blocks(
         here.ids_BS,
         here.loss_mask_BS,

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.draft import DraftConfig, default_target_layer_ids
+from trainer.draft import DraftConfig
 
 FAMILIES = ("llama", "qwen3")
 SCALED_FAMILIES = ("gemma", "granite", "cohere")
-DEFAULT_CAPTURED = 5
 
 
 class TargetError(ValueError):
@@ -33,15 +32,6 @@ class TargetError(ValueError):
 
 
 # --- pure: documents and masks --------------------------------------------------------------------------------------
-
-
-def positions_in_documents(document_ids_BS: Tensor) -> Tensor:
-    """Each token's position in its own document, [B, S]: it restarts at 0 where the document id changes."""
-    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
-    starts_BS = torch.zeros_like(document_ids_BS)
-    changes = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    starts_BS[:, 1:] = torch.where(changes, index_S[1:], 0)
-    return index_S - starts_BS.cummax(dim=1).values
 
 
 def document_mask(document_ids_BS: Tensor) -> Tensor:
@@ -153,24 +143,17 @@ class TargetModel:
     def features(
         self,
         input_ids_BS: Tensor,
-        document_ids_BS: Tensor | None,
+        document_ids_BS: Tensor,
+        positions_BS: Tensor,
         layer_ids: Sequence[int],
-        position_ids_BS: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after each of `layer_ids`, side by side in their order, [B, S, K*H].
 
-        document_ids_BS: one id for each token, a document's tokens side by side, -1 for padding; None says that each
-        row is one document, padded on the right (cheaper: plain causal attention). Positions restart in each document
-        unless `position_ids_BS` gives them.
+        document_ids_BS: one id for each token, a document's tokens side by side, -1 for padding. positions_BS: each
+        token's position in its own document.
         """
-        if document_ids_BS is None:
-            mask = None
-            counted = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device).expand_as(input_ids_BS)
-        else:
-            mask = document_mask(document_ids_BS)
-            counted = positions_in_documents(document_ids_BS)
-        positions = counted if position_ids_BS is None else position_ids_BS
-        _, captured = self.run(self.embedding(input_ids_BS), positions, mask, layer_ids, stop=max(layer_ids))
+        mask = document_mask(document_ids_BS)
+        _, captured = self.run(self.embedding(input_ids_BS), positions_BS, mask, layer_ids, stop=max(layer_ids))
         return captured
 
     @torch.no_grad()
@@ -297,14 +280,12 @@ class TargetModel:
 
     def draft_config(
         self,
-        num_layers: int = 1,
-        block_size: int = 16,
-        layer_ids: Sequence[int] | None = None,
+        num_layers: int,
+        block_size: int,
+        layer_ids: Sequence[int],
         mask_token_id: int | None = None,
     ) -> DraftConfig:
-        """A drafter of the target's own width for it; layer ids by z-lab's rule, five where the target has enough."""
-        if layer_ids is None:
-            layer_ids = default_target_layer_ids(self.num_layers, max(1, min(DEFAULT_CAPTURED, self.num_layers - 3)))
+        """A drafter of the target's own width for it, fed with `layer_ids`; mask_token_id: see `mask_token`."""
         rope = dict(self.config.rope_parameters)
         theta = float(rope.pop("rope_theta"))
         scaling = rope if rope.get("rope_type", "default") != "default" else None

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_targets import real_model_folder, tiny_target
+from tiny_targets import drafter_for, real_model_folder, tiny_target
 
 from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
-from trainer.draft import DraftModel
 from trainer.evaluate import GREEN, RESET, Measured, coloured, read_prompts, spans, summary
 from trainer.speculate import Comparison, Decoded
 from trainer.target import load_target
@@ -25,7 +24,7 @@ def words(tmp_path: Path) -> list[str]:
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
-    model = DraftModel(target.draft_config(block_size=4))
+    model = drafter_for(target, block=4)
     save_drafter(tmp_path / "drafter", model, model.config)
     rows = [
         {"id": f"row-{n}", "messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "a"}]}
@@ -138,7 +137,7 @@ def test_a_template_that_refuses_the_prompt_is_one_line(
 def test_a_drafter_of_another_target_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, int]
 ) -> None:
-    model = DraftModel(tiny_target(**changes).draft_config(block_size=4))
+    model = drafter_for(tiny_target(**changes), block=4)
     save_drafter(tmp_path / "drafter", model, model.config)
     assert main(words) == 1
     assert "made for another target" in capsys.readouterr().err

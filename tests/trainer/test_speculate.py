@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_targets import real_model_folder, tiny_target
+from tiny_targets import document_features, drafter_for, real_model_folder, tiny_target
 from torch import Tensor
 
 import dflash_ops
@@ -61,7 +61,7 @@ def unit_head_target(seed: int = 0) -> TargetModel:
 def test_decoding_through_a_drafter_equals_plain_decoding(family: str, block_size: int) -> None:
     target = tiny_target(family)
     torch.manual_seed(1)
-    drafter = DraftModel(target.draft_config(num_layers=2, block_size=block_size))
+    drafter = drafter_for(target, layers=2, block=block_size)
     for prompt in prompts_of(target, 20):
         plain = decode_plain(target, prompt, 24)
         ours = decode_speculative(target, drafter, prompt, 24)
@@ -79,7 +79,7 @@ def test_every_number_of_accepted_drafts(every: int, drafts: int | None) -> None
     prompt = prompts_of(target, 1)[0]
     plain = decode_plain(target, prompt, limit, NEVER)
     errs = frozenset(range(0, 200, every)) if every else NEVER
-    config = target.draft_config(block_size=8)
+    config = target.draft_config(1, 8, (1, 2, 3))
     drafter = Foreseeing(config, target, prompt + plain.tokens, errs)
     ours = decode_speculative(target, drafter, prompt, limit, NEVER, drafts)
     assert ours.tokens == plain.tokens
@@ -103,7 +103,7 @@ def test_an_end_token_ends_the_answer_and_the_count() -> None:
     end = next(token for token in plain.tokens[4:] if token not in plain.tokens[:4])
     ends = frozenset([end])
     place = plain.tokens.index(end)
-    drafter = Foreseeing(target.draft_config(block_size=16), target, prompt + plain.tokens, NEVER)
+    drafter = Foreseeing(target.draft_config(1, 16, (1, 2, 3)), target, prompt + plain.tokens, NEVER)
     for answer in (
         decode_plain(target, prompt, 30, ends),
         decode_speculative(target, drafter, prompt, 30, ends),
@@ -115,13 +115,13 @@ def test_an_end_token_ends_the_answer_and_the_count() -> None:
 
 def test_an_answer_of_one_token_has_no_cycle() -> None:
     target = tiny_target()
-    answer = decode_speculative(target, DraftModel(target.draft_config()), [5, 6], 1)
+    answer = decode_speculative(target, drafter_for(target), [5, 6], 1)
     assert (len(answer.tokens), answer.accepted) == (1, [])
 
 
 def test_what_can_not_be_decoded_is_refused() -> None:
     target = tiny_target()
-    drafter = DraftModel(target.draft_config())
+    drafter = drafter_for(target)
     with pytest.raises(ValueError, match="needs a prompt"):
         decode_plain(target, [], 4)
     with pytest.raises(ValueError, match="positions, the target has 1024"):
@@ -141,10 +141,10 @@ def test_one_block_in_training_is_one_cycle_in_decoding() -> None:
     """The training pass over blocks at anchors 4, 9, 10 and the cached pass at the same starts give the same states."""
     target = tiny_target()
     torch.manual_seed(2)
-    drafter = DraftModel(target.draft_config(num_layers=2, block_size=4))
+    drafter = drafter_for(target, layers=2, block=4)
     ids = torch.tensor(prompts_of(target, 1)[0] * 3)[:14]
     layer_ids, size, anchors = drafter.config.target_layer_ids, 4, [4, 9, 10]
-    features = target.features(ids[None], None, layer_ids)
+    features = document_features(target, ids[None], layer_ids)
     blocks = torch.full((len(anchors), size), drafter.config.mask_token_id)
     blocks[:, 0] = ids[anchors]
     positions = torch.tensor(anchors)[:, None] + torch.arange(size)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_targets import real_model_folder, tiny_target
+from tiny_targets import document_features, real_model_folder, tiny_target
 from torch import nn
 
 from trainer.target import (
@@ -22,7 +22,6 @@ from trainer.target import (
     document_mask,
     first_line,
     load_target,
-    positions_in_documents,
 )
 
 FAMILIES = ["llama", "qwen3"]
@@ -51,12 +50,11 @@ def hidden_states(target: TargetModel, ids_BS: torch.Tensor, layer_ids: tuple[in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("documents", [True, False])
-def test_features_are_the_hidden_states_after_the_layers(family: str, documents: bool) -> None:
+def test_features_are_the_hidden_states_after_the_layers(family: str) -> None:
     target = tiny_target(family)
     ids = random_ids(target, 3, 17)
     layer_ids = (3, 0, 4)  # in the order asked for, not sorted
-    features = target.features(ids, torch.zeros_like(ids) if documents else None, layer_ids)
+    features = document_features(target, ids, layer_ids)
     torch.testing.assert_close(features, hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-5)
     assert not features.requires_grad
 
@@ -64,10 +62,9 @@ def test_features_are_the_hidden_states_after_the_layers(family: str, documents:
 def test_features_of_the_real_model() -> None:
     target = load_target(real_model_folder())
     ids = torch.tensor([target.tokenizer.encode("The drafter proposes a block, the target checks it in one pass.")])
-    layer_ids = target.draft_config().target_layer_ids
-    assert layer_ids == (1, 8, 14, 20, 27)
+    layer_ids = (1, 8, 14, 20, 27)
     torch.testing.assert_close(
-        target.features(ids, None, layer_ids), hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-3
+        document_features(target, ids, layer_ids), hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-3
     )
 
 
@@ -77,10 +74,11 @@ def test_documents_in_a_row_do_not_see_each_other(family: str) -> None:
     lengths, layer_ids = [5, 1, 9, 4], (1, 4)
     ids = random_ids(target, 1, sum(lengths) + 3)
     documents = torch.tensor([[n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * 3])
-    packed = target.features(ids, documents, layer_ids)
+    positions = torch.tensor([[place for length in (*lengths, 3) for place in range(length)]])
+    packed = target.features(ids, documents, positions, layer_ids)
     begin = 0
     for length in lengths:
-        alone = target.features(ids[:, begin : begin + length], None, layer_ids)
+        alone = document_features(target, ids[:, begin : begin + length], layer_ids)
         torch.testing.assert_close(packed[:, begin : begin + length], alone, rtol=1e-4, atol=1e-5)
         begin += length
     assert packed.isfinite().all()  # padding too: a NaN there would spread through a product with zero
@@ -88,19 +86,16 @@ def test_documents_in_a_row_do_not_see_each_other(family: str) -> None:
 
 def test_features_stop_after_the_last_captured_layer() -> None:
     target = tiny_target()
-    wanted = target.features(random_ids(target, 1, 6), None, (1, 3))
+    wanted = document_features(target, random_ids(target, 1, 6), (1, 3))
     for later in (4, 5):
         target.model.model.layers[later] = nn.Identity()  # has none of a layer's parts: running it would raise
-    torch.testing.assert_close(target.features(random_ids(target, 1, 6), None, (1, 3)), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(document_features(target, random_ids(target, 1, 6), (1, 3)), wanted, rtol=0, atol=0)
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 4))
-def test_positions_restart_and_the_mask_stays_inside(lengths: list[int], padding: int) -> None:
+def test_the_mask_stays_inside_the_documents(lengths: list[int], padding: int) -> None:
     documents = [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
-    positions = [p for length in lengths for p in range(length)] + list(range(padding))
-    row = torch.tensor([documents])
-    assert positions_in_documents(row)[0].tolist() == positions
-    mask = document_mask(row)[0, 0]
+    mask = document_mask(torch.tensor([documents]))[0, 0]
     for query, own in enumerate(documents):
         seen = [key for key in range(len(documents)) if mask[query, key]]
         assert seen == [key for key in range(query + 1) if documents[key] == own]
@@ -121,7 +116,7 @@ def test_steps_through_the_cache_give_the_logits_of_one_pass(family: str) -> Non
     torch.testing.assert_close(rest[0].logits_QV, wanted[9:10], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rest[1].logits_QV, wanted[19:], rtol=1e-4, atol=1e-4)
     features = torch.cat([step.features_BQF for step in (first, *rest)], dim=1)
-    torch.testing.assert_close(features, target.features(ids[None], None, (2,)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(features, document_features(target, ids[None], (2,)), rtol=1e-4, atol=1e-4)
 
 
 def test_the_cache_refuses_what_it_has_no_room_for() -> None:
@@ -163,12 +158,11 @@ def test_the_real_model_s_mask_token_is_its_reserved_one() -> None:
 
 
 def test_draft_config_takes_the_target_s_sizes() -> None:
-    config = tiny_target("qwen3", layers=9).draft_config(num_layers=2, block_size=8)
+    config = tiny_target("qwen3", layers=9).draft_config(2, 8, (1, 4))
     assert (config.num_layers, config.block_size, config.mask_token_id) == (2, 8, 3)
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 2, 8)
-    assert config.target_layer_ids == (1, 2, 4, 5, 6)
+    assert config.target_layer_ids == (1, 4)
     assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
-    assert tiny_target(layers=2).draft_config().target_layer_ids == (1,)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +255,8 @@ def test_a_saved_target_loads_as_it_was(tmp_path: Path) -> None:
     save(target, tmp_path)
     loaded = load_target(tmp_path)
     ids = random_ids(target, 1, 5)
-    torch.testing.assert_close(loaded.features(ids, None, (1,)), target.features(ids, None, (1,)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        document_features(loaded, ids, (1,)), document_features(target, ids, (1,)), rtol=0, atol=0
+    )
     assert loaded.end_tokens() == {2}
     assert loaded.tokenizer.encode("a b\n") == target.tokenizer.encode("a b\n")

@@ -1,5 +1,6 @@
 """Targets made on the spot: random weights, a tokenizer of single ASCII characters, a ChatML template."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from trainer.draft import DraftModel
 from trainer.models import MODEL, is_whole, models_folder
 from trainer.target import TargetModel
 
@@ -54,6 +56,17 @@ def tiny_target(family: str = "llama", seed: int = 0, layers: int = 6, **changes
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
     return TargetModel(model, tokenizer)
+
+
+def drafter_for(target: TargetModel, *, layers: int = 1, block: int = 16) -> DraftModel:
+    """A random drafter that fits the target."""
+    return DraftModel(target.draft_config(layers, block, (1, 2, 3)))
+
+
+def document_features(target: TargetModel, ids_BS: torch.Tensor, layer_ids: Sequence[int]) -> torch.Tensor:
+    """The target's features of rows that hold one document each."""
+    positions_BS = torch.arange(ids_BS.shape[1]).expand_as(ids_BS)
+    return target.features(ids_BS, torch.zeros_like(ids_BS), positions_BS, layer_ids)
 
 
 def real_model_folder() -> Path:
