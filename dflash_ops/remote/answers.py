@@ -7,14 +7,18 @@ dflash_ops.answers reads them. Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
 # The kinds of refusal, with the exit codes of the errors that they become.
 EXIT_CODES = {"failed": 1, "config": 3, "preflight": 6, "busy": 7, "not_found": 8, "verification": 9}
+_CORRECT_PATH = "correct `path` in the inventory"
 
 
 class Fault(Exception):
@@ -26,14 +30,35 @@ class Fault(Exception):
         self.parts = {"what": what, "why": why, "next": next, "where": where}
 
 
-def answer(verb: Callable[[], dict[str, Any]]) -> int:
-    """Runs a verb and says its answer, or its fault; returns the exit code."""
+def answer(path: Path | None, verb: Callable[[], dict[str, Any]]) -> int:
+    """Runs a verb and says its answer, or why there is none; returns the exit code. path: the folder it works in."""
     try:
         reply = verb()
     except Fault as fault:
         return refuse(fault)
+    except OSError as error:
+        return refuse(system_fault(path, error))
     say(reply)
     return 0
+
+
+def system_fault(path: Path | None, error: OSError) -> Fault:
+    """What the system refused, as a fault. path: the inventory's `path`, where one plays a part."""
+    why, where = error.strerror or str(error), str(error.filename or path or "")
+    if path is not None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            while not path.exists():
+                path = path.parent
+            return disk_full(path, f"{shutil.disk_usage(path).free} bytes are left")
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return Fault("preflight", "the container does not let us write there", why, _CORRECT_PATH, where)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST):
+            return Fault("preflight", "the container has no such folder and can't make it", why, _CORRECT_PATH, where)
+    return Fault("failed", "the container could not do it", why, "", where)
+
+
+def disk_full(folder: Path, why: str) -> Fault:
+    return Fault("preflight", "the container's disk is full", why, f"in the container: df -h {folder}", str(folder))
 
 
 def refuse(fault: Fault) -> int:

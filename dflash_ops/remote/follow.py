@@ -21,10 +21,13 @@ _BLOCK = 64 * 1024
 
 
 def main(parameters: dict[str, Any]) -> int:
+    path = Path(parameters["path"])
     try:
-        folder = rundir.find(Path(parameters["path"]), parameters["run"])
+        folder = rundir.find(path, parameters["run"])
     except answers.Fault as fault:
         return answers.refuse(fault)
+    except OSError as error:
+        return answers.refuse(answers.system_fault(path, error))
     offset = parameters["offset"]
     if offset is None:
         offset = tail_offset(folder / "log", parameters["tail"])

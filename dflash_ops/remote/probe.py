@@ -26,8 +26,8 @@ _PROBE = b"DFLASH_OPS_PROBE"
 
 
 def main(parameters: dict[str, Any]) -> int:
-    path = parameters["path"]
-    return answers.answer(lambda: probe(Path(path) if path else None, parameters["queries"], parameters["seconds"]))
+    path = Path(parameters["path"]) if parameters["path"] else None
+    return answers.answer(path, lambda: probe(path, parameters["queries"], parameters["seconds"]))
 
 
 def probe(path: Path | None, queries: dict[str, list[str]], seconds: float) -> dict[str, Any]:

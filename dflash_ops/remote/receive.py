@@ -33,10 +33,7 @@ def main(parameters: dict[str, Any]) -> int:
     """Runs one verb; its last line of output is its answer, or why not. Returns the exit code."""
     path = Path(parameters["path"])
     os.umask(0o022)
-    try:
-        return answers.answer(lambda: _VERBS[parameters["do"]](path, parameters))
-    except OSError as error:
-        return answers.refuse(releases.disk_fault(path, error))
+    return answers.answer(path, lambda: _VERBS[parameters["do"]](path, parameters))
 
 
 # -- verbs
@@ -172,7 +169,7 @@ def _check_part(part: Path, request: dict[str, Any]) -> None:
         return
     free = shutil.disk_usage(part.parent).free
     if size < wanted and free < wanted - size:
-        raise releases.disk_full(part.parent, f"{size} of {wanted} bytes arrived, {free} are left")
+        raise answers.disk_full(part.parent, f"{size} of {wanted} bytes arrived, {free} are left")
     why = (
         f"{size} of {wanted} bytes" if size != wanted else f"sha256 {sha256[:16]}..., sent {request['sha256'][:16]}..."
     )

@@ -7,7 +7,6 @@ takes its name by one rename; `current` changes by one rename after that. Standa
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -211,19 +210,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def disk_full(folder: Path, why: str) -> Fault:
-    return Fault("preflight", "the container's disk is full", why, f"in the container: df -h {folder}", str(folder))
-
-
-def disk_fault(path: Path, error: OSError) -> Fault:
-    """What the system refused, as a fault."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        while not path.exists():
-            path = path.parent
-        return disk_full(path, f"{shutil.disk_usage(path).free} bytes are left")
-    where = str(error.filename or path)
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return Fault("preflight", "the container does not let us write there", error.strerror or "", "", where)
-    return Fault("failed", "the container could not do it", error.strerror or str(error), "", where)

@@ -13,7 +13,8 @@ from dflash_ops.remote import answers, processes, rundir
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return answers.answer(lambda: report(Path(parameters["path"]), parameters["run"]))
+    path = Path(parameters["path"])
+    return answers.answer(path, lambda: report(path, parameters["run"]))
 
 
 def report(path: Path, run: str | None) -> dict[str, Any]:

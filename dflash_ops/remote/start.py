@@ -36,7 +36,7 @@ LOCK_NAME = "dflash-ops-gpu-"
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return answers.answer(lambda: start(parameters))
+    return answers.answer(Path(parameters["path"]), lambda: start(parameters))
 
 
 def start(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ _SUPERVISOR_SECONDS = 20.0  # it may still be clearing what the trainer left
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return answers.answer(lambda: stop(Path(parameters["path"]), parameters["run"], grace=float(parameters["grace"])))
+    path = Path(parameters["path"])
+    return answers.answer(path, lambda: stop(path, parameters["run"], grace=float(parameters["grace"])))
 
 
 def stop(path: Path, run: str | None, grace: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""gpu-status over real ssh: two containers, one of them twice in the inventory, one stopped; what people see, what programs read."""
+"""gpu-status over real ssh: two containers, one of them twice in the inventory, one stopped."""
 
 import json
 from dataclasses import replace

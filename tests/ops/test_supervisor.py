@@ -620,3 +620,20 @@ def test_one_foreign_record_ends_no_listing_and_no_stop(box: Box) -> None:
     assert [it["run_id"] for it in box.all_facts()] == [folder.name, mine.name]
     code, reply = box.stop("b")
     assert (code, reply["why"]) == (8, "it has ended; its record does not say how")
+
+
+_NO_FOLDER: list[tuple[str, dict[str, Any]]] = [
+    ("start", stand_in.start_parameters(Path(), "a", "")),
+    ("stop", {"run": None, "grace": 1}),
+    ("report", {"run": None}),
+    ("follow", {"run": "a", "offset": None, "tail": None, "follow": False, "quiet": False}),
+    ("probe", {"queries": {}, "seconds": 1}),
+    ("receive", {"do": "deploy", "client": "tests", "patience": 1}),
+]
+
+
+@pytest.mark.parametrize(("verb", "parameters"), _NO_FOLDER, ids=[verb for verb, _ in _NO_FOLDER])
+def test_a_path_that_can_be_no_folder_is_the_inventorys_fault(verb: str, parameters: dict[str, Any]) -> None:
+    code, reply = call(verb, {**parameters, "path": "/etc/passwd"})
+    assert (code, reply["kind"], reply["next"]) == (6, "preflight", "correct `path` in the inventory")
+    assert "/etc/passwd" in reply["where"]
