@@ -25,12 +25,16 @@ def unified_hierarchy() -> Path | None:
     return Path(places[0] + own[0]) if places and own else None
 
 
-def create(name: str) -> Path | None:
-    """Make the sandbox's group below our own; None where that can't be done."""
+def place_for(name: str) -> Path | None:
+    """Where the group of this process's sandbox goes, below our own; None where there is no hierarchy."""
     base = unified_hierarchy()
-    if base is None:
+    return base / f"dflash-sandbox-{name}-{os.getpid()}" if base else None
+
+
+def create(group: Path | None) -> Path | None:
+    """Make the group; None where that can't be done."""
+    if group is None:
         return None
-    group = base / f"dflash-sandbox-{name}-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:

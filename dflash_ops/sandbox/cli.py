@@ -49,7 +49,10 @@ def up(
 def down(name: Name = "default") -> None:
     """End a sandbox, and remove whatever a crashed one left."""
     if not sandbox.down(name):
-        raise NotFoundError("no sandbox to end", where=name)
+        option = "" if name == "default" else f" --name {name}"
+        raise NotFoundError(
+            "no sandbox to end", where=name, next=f"dflash-ops sandbox status{option}, or dflash-ops sandbox up{option}"
+        )
     typer.echo(f"sandbox {name} is down", err=True)
 
 

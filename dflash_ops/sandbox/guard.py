@@ -20,9 +20,12 @@ OWNER_POLL_SECONDS = 0.5  # only where the kernel has no pidfd
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
-def main() -> NoReturn:
+def main(lock: int) -> NoReturn:
     """Run a sandbox in a process of its own: settings as JSON on stdin, one line of JSON on stdout when it is ready
-    ({"port": …}) or has failed ({"error": …}), then silence until the end."""
+    ({"port": …}) or has failed ({"error": …}), then silence until the end.
+
+    lock: the descriptor of the caller's lock; until it is closed here too, no other `up` or `down` begins.
+    """
     settings = Settings.from_json(sys.stdin.read())
     if os.fork():
         os._exit(0)  # so that the guard is nobody's child: whoever called `up` need not wait for it
@@ -31,8 +34,10 @@ def main() -> NoReturn:
     folder = Path(settings.folder)
     me = _identity(os.getpid())
     remains.note_processes(folder, me)
-    group = cgroups.create(settings.name)
-    (folder / remains.CGROUP).write_text(str(group or ""))
+    os.close(lock)  # from here on, whoever comes next knows whom to end
+    group = cgroups.place_for(settings.name)
+    (folder / remains.CGROUP).write_text(str(group or ""))  # before there is one: we may be killed between
+    group = cgroups.create(group)
     keys = server.make_keys(folder)
     host_key = server.load(keys.host_key)  # now: the folder does not show in the hypervisor
     reader, writer = os.pipe()
@@ -47,9 +52,9 @@ def main() -> NoReturn:
     try:
         remains.note_processes(folder, me, _identity(init))
         answer = json.loads(os.read(reader, 1 << 16) or b'{"error": "the hypervisor ended while it started"}')
+        print(json.dumps(answer), flush=True)  # fails when `up` has been killed: then the sandbox ends before it shows
         if "port" in answer:
             _write_state(settings, keys, init, answer["port"])
-        print(json.dumps(answer), flush=True)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # `up` reads to the end of our stdout
         if "port" in answer:
             _wait(init, settings)

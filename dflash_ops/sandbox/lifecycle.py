@@ -67,13 +67,13 @@ def up(
         nvidia_smi=_hidden_nvidia_smi(),
         libraries=[path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and Path(path).is_dir()],
     )
-    with _exclusive():
+    with _exclusive() as lock:
         found = state.load(name)
         if found is not None and found.alive:
             raise BusyError("the sandbox is up already", where=name, next=f"dflash-ops sandbox down --name {name}")
         _end(name)
         folder.mkdir(mode=0o700, parents=True)
-        _launch(settings)
+        _launch(settings, lock)
     return state.read(name)
 
 
@@ -177,40 +177,44 @@ def _visible_folders(extra: Sequence[str | Path]) -> list[str]:
 
 
 @contextmanager
-def _exclusive() -> Generator[None]:
-    """One `up` or `down` at a time for this user. The lock is on the folder: a lock file would stay behind."""
+def _exclusive() -> Generator[int]:
+    """One `up` or `down` at a time for this user; yields the descriptor that holds the lock, which lasts until the last
+    process that has it closes it. The lock is on the folder: a lock file would stay behind."""
     base = state.base_folder()
     base.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(base, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _launch(settings: Settings) -> None:
+def _launch(settings: Settings, lock: int) -> None:
+    """Start the guard and wait until it is ready. It shares the lock until it has written down who it is: when we are
+    killed before that, the next `up` or `down` must not look for it in vain, and wipe its folder under its feet."""
     # Nothing of the caller's environment: process 1 of a container shows its own to whoever looks.
     environment = {
         "PATH": ":".join(layout.PROGRAM_FOLDERS),
         "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    log = Path(settings.folder) / "log"
-    with log.open("wb") as errors:
+    with (Path(settings.folder) / "log").open("w+b") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_ops.sandbox", "guard", settings.name],
+            [sys.executable, "-m", "dflash_ops.sandbox", "guard", settings.name, str(lock)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=log,
+            pass_fds=[lock],
             env=environment,
             cwd="/",
             start_new_session=True,
         )
-    out, _ = process.communicate(settings.to_json().encode())
+        out, _ = process.communicate(settings.to_json().encode())
+        log.seek(0)  # by its descriptor: a guard that fails removes the file
+        words = log.read().decode(errors="replace").strip().split("\n")[-1]
     answer = json.loads(out or b'{"error": "it ended while it started"}')
     if "error" in answer:
-        words = log.read_text(errors="replace").strip().split("\n")[-1] if log.exists() else ""
         remains.end(Path(settings.folder))
         remains.clear(Path(settings.folder))
         raise OpsError("the sandbox did not start", where=settings.name, why=words or answer["error"])
@@ -219,9 +223,8 @@ def _launch(settings: Settings) -> None:
 def _end(name: str) -> bool:
     """End what lives of the sandbox, and remove what is left; False when there was nothing."""
     folder = state.folder_of(name)
-    if not folder.exists():
-        return False
+    existed = folder.exists()
     if not remains.end(folder):
         raise OpsError("the sandbox does not end", where=name, why="a process of it does not die on SIGKILL")
     remains.clear(folder)
-    return True
+    return existed

@@ -33,7 +33,7 @@ def test_up_status_down() -> None:
     finally:
         invoke("down", "--name", NAME)
     for verb in ("down", "status"):
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError, match=f"Next: .*dflash-ops sandbox up --name {NAME}$"):
             invoke(verb, "--name", NAME)
 
 

@@ -1,7 +1,9 @@
 """A sandbox's beginning and end: whatever dies, nothing stays."""
 
+import contextlib
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -104,30 +106,67 @@ def test_it_ends_with_its_owner() -> None:
         sandbox.up(NAME, owner=owner.pid)
 
 
-def test_up_killed_half_way_leaves_nothing() -> None:
+UP = [sys.executable, "-c", f"from dflash_ops import sandbox; sandbox.up({NAME!r})"]
+
+
+def test_up_killed_half_way_is_taken_over(share: Callable[[list[float]], list[float]]) -> None:
+    mounts = Path("/proc/self/mountinfo").read_text()
     folder = state.folder_of(NAME)
-    words = [sys.executable, "-c", f"from dflash_ops import sandbox; sandbox.up({NAME!r})"]
-    for delay in (0.1, 0.2, 0.3):
-        process = subprocess.Popen(words)
+    for delay in share([step / 100 for step in range(40)]):
+        process = subprocess.Popen(UP)
         retry_until(folder.exists)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(delay)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.kill()
         process.wait()
+        with contextlib.suppress(BusyError):  # the killed one had done its work already
+            sandbox.up(NAME, owner=os.getpid())
+        processes = tree(state.read(NAME).pid)
         sandbox.down(NAME)
-        assert not folder.exists() and not groups()
-        retry_until(lambda: b"dflash_ops.sandbox\0guard\0" + NAME.encode() not in _command_lines())
+        assert (living(processes), ours(), groups(), folder.exists()) == ([], [], [], False), delay
+    assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
-def _command_lines() -> bytes:
-    lines = bytearray()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def test_up_waits_for_the_guard_of_a_killed_one() -> None:
+    """The guard outlives the `up` that started it; held up before it has said who it is, it must not be missed."""
+    first = subprocess.Popen(UP)
+    retry_until(ours)
+    (guard,) = ours()
+    os.kill(guard.pid, signal.SIGSTOP)
+    with Path(f"/proc/{guard.pid}/fd/0").open("rb") as settings:
+        retry_until(lambda: select.select([settings], [], [], 0)[0])
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(UP)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        second.wait(2)  # long enough to start beside the first guard, if nothing held it back
+    os.kill(guard.pid, signal.SIGCONT)
+    assert second.wait() == 0
+    assert set(ours()) <= tree(state.read(NAME).pid)  # of the first, nothing
+    assert sandbox.down(NAME) is True
+    assert (ours(), groups(), state.folder_of(NAME).exists()) == ([], [], False)
+
+
+def test_a_folder_half_removed_is_removed() -> None:
+    away = state.folder_of(NAME).with_name(f".{NAME}.ended")
+    away.mkdir(parents=True)
+    (away / "client_key").touch()
+    assert sandbox.down(NAME) is False
+    assert not away.exists()
+
+
+def ours() -> list[ProcessId]:
+    """The processes of this name's sandboxes, dead `up`s' too: guards, and the children that only forked."""
+    words = b"dflash_ops.sandbox\0guard\0" + NAME.encode() + b"\0"
+    found: list[ProcessId] = []
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            lines += path.read_bytes()
+            found_here = words in (folder / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return bytes(lines)
+        if found_here and (identity := ProcessId.of(int(folder.name))):
+            found.append(identity)
+    return found
 
 
 def test_several_side_by_side_do_not_meet(proxmox: SandboxState, client: Client) -> None:
