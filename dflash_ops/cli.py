@@ -3,6 +3,7 @@
 Verbs are imported when they are called: `--help` needs neither torch nor an ssh library.
 """
 
+import getpass
 import os
 import signal
 import sys
@@ -55,10 +56,11 @@ def deploy(
     """Send code into the container as a new release, check it there, and make it the current one."""
     from dflash_ops import deploy as verbs
     from dflash_ops import source as sources
+    from dflash_ops.inventory import working_folder
     from dflash_ops.shell import Shell
 
     book = load_inventory(inventory)
-    chosen = sources.choose(source, book.source, here=Path.cwd())
+    chosen = sources.choose(source, book.source, here=working_folder())
     with Shell() as shell:
         done = verbs.deploy(shell, book.container(target), chosen, on_step=on_step(context))
 
@@ -163,6 +165,8 @@ def run(
 
     if not words[0]:
         raise UsageFault("the command is an empty word", next="exec -- CMD")
+    if timeout is not None and not timeout > 0:  # nan is not either
+        raise UsageFault("no time to wait", where=f"--timeout {timeout:g}", next="give a number above 0")
     container = find_container(inventory, target)
     command = Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words))
     with Shell() as shell:
@@ -181,8 +185,9 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
     def write(data: bytes) -> None:
         view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(descriptor, view) :]
+            with render.written(descriptor):
+                while view:
+                    view = view[os.write(descriptor, view) :]
         except BrokenPipeError:  # `| head`: as a program that SIGPIPE ends
             raise typer.Exit(128 + signal.SIGPIPE) from None
 
@@ -206,6 +211,8 @@ def on_step(context: typer.Context) -> Callable[[str], None]:
 def main() -> NoReturn:
     """The console script: runs the app, and turns every error into one line and an exit code. (Typer itself ends it
     quietly with 130 at Ctrl-C, and when a reader of its output has gone.)"""
+    _open_closed_streams()
+    _name_the_user()
     debug = "--debug" in sys.argv[1:2]
     try:
         app()
@@ -217,6 +224,28 @@ def main() -> NoReturn:
     except Exception as error:
         code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
     _leave(code)
+
+
+def _open_closed_streams() -> None:
+    """Puts /dev/null where the caller closed a standard stream (`>&-`): else a socket that we open gets its number, and
+    what is meant for the stream goes there."""
+    for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.set_inheritable(descriptor, True)
+            stream = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 (lives as long as we do)
+            setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream)
+
+
+def _name_the_user() -> None:
+    """Gives a user that no passwd file knows the number as a name: ssh's libraries ask for one even where the inventory
+    says `user`, and a deploy's lock says whose it is."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # KeyError until Python 3.12
+        os.environ["LOGNAME"] = str(os.getuid())
 
 
 def _told(line: str, code: int, debug: bool) -> int:
@@ -231,10 +260,10 @@ def _told(line: str, code: int, debug: bool) -> int:
 def _leave(code: int) -> NoReturn:
     """Ends the process. A reader that has gone (`| head`) is no error, a full disk under `> file` is."""
     try:
-        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] (it is None after `>&-`)
+        with render.written():
             sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's own last flush must not complain again
-        if not isinstance(error, BrokenPipeError):
-            code = _told(f"the output can't be written: {error.strerror}", 1, debug=False)
+    except BrokenPipeError:
+        render.discard()
+    except OpsError as error:
+        code = _told(error.line(), error.exit_code, debug=False)
     sys.exit(code)

@@ -15,7 +15,6 @@ import getpass
 import json
 import logging
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from dflash_ops.errors import (
 from dflash_ops.release import Release, printable
 from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
-from dflash_ops.source import Source, read, sha256_of, write_archive
+from dflash_ops.source import Source, read, sha256_of, temporary_file, write_archive
 from dflash_ops.staging import staging
 
 # stamina logs its retries; without a handler Python would print them on stderr.
@@ -106,9 +105,8 @@ def deploy(shell: Shell, container: Container, source: Source, *, on_step: OnSte
     begun = time.monotonic()
     on_step(f"reading {source}")
     commit, manifest = read(shell, source)
-    # The temporary file has no name: nothing is left of it, whatever ends this process.
     with (
-        tempfile.TemporaryFile() as archive,
+        temporary_file() as archive,
         _receiver(shell, container, "deploy", 2 * manifest.size, on_step) as (talk, ready),
     ):
         release = Release(later_than(ready["newest"], datetime.now(UTC)), commit, manifest)
@@ -295,6 +293,9 @@ def _query(container: Container, parameters: dict[str, Any]) -> Query[dict[str, 
 
 
 def _command(container: Container, parameters: dict[str, Any]) -> Command:
-    client = f"{getpass.getuser()}@{socket.gethostname()}"
-    common = {"path": container.path, "client": client, "patience": _PATIENCE_SECONDS}
+    common = {
+        "path": container.path,
+        "client": f"{getpass.getuser()}@{socket.gethostname()}",
+        "patience": _PATIENCE_SECONDS,
+    }
     return bundle.command(container.python, "receive", {**common, **parameters})

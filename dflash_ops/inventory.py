@@ -155,7 +155,7 @@ def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
                 "there is no such inventory", where=str(named), why=f"{said_by} names it", next="correct it"
             )
         return file
-    start = (start or Path.cwd()).absolute()
+    start = start.absolute() if start else working_folder()
     for folder in (start, *start.parents):
         if (file := folder / "dflash-ops.toml").is_file():
             return file
@@ -164,6 +164,16 @@ def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
     raise ConfigError(
         "no inventory", where=f"{start} and above", why="nothing says where to go", next=_WHERE_TO_PUT_ONE
     )
+
+
+def working_folder() -> Path:
+    """Where we are. ConfigError when that folder has been removed."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            "the working folder is gone", why=error.strerror or str(error), next="cd to a folder that is there"
+        ) from error
 
 
 def load(explicit: Path | None = None) -> Inventory:

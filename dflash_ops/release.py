@@ -14,7 +14,7 @@ from typing import Any
 
 import pathspec
 
-from dflash_ops.errors import PreflightError
+from dflash_ops.errors import ConfigError, PreflightError
 from dflash_ops.remote.releases import MANIFEST, canonical, is_inside
 
 SCHEMA_VERSION = 1
@@ -76,11 +76,26 @@ class Release:
 
 def select(names: Iterable[str], ignore: Iterable[str] = ()) -> list[str]:
     """The names that go into a release, sorted: all but what the lines of a .dflashignore (gitignore's patterns)
-    match, and what never does."""
-    spec = pathspec.GitIgnoreSpec.from_lines([*ignore, *_NEVER])
+    match, and what never does. ConfigError for a line that is no pattern."""
+    lines = list(ignore)
+    for number, line in enumerate(lines, 1):
+        _check_pattern(line, number)
+    spec = pathspec.GitIgnoreSpec.from_lines([*lines, *_NEVER])
     return sorted(
         {name for name in names if not spec.match_file(name)}, key=lambda name: name.encode("utf-8", "surrogateescape")
     )
+
+
+def _check_pattern(line: str, number: int) -> None:
+    try:
+        pathspec.GitIgnoreSpec.from_lines([line])
+    except ValueError as error:
+        raise ConfigError(
+            "not a pattern of gitignore",
+            where=f"{IGNORE_FILE}, line {number}",
+            why=printable(line),
+            next="correct that line, or remove it",
+        ) from error
 
 
 def check_link(name: str, text: str) -> None:

@@ -4,22 +4,27 @@ JSON: `schema_version`, then the value's fields; null for what is not known; siz
 names never reach the terminal.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
+
+from dflash_ops.errors import OpsError
 
 SCHEMA_VERSION = 1
 
 
 def show(value: Any, *, as_json: bool, people: Callable[[], None]) -> None:
     """Prints a verb's value, a dataclass or a mapping of plain values and dataclasses: by `people`, or as JSON."""
-    if not as_json:
-        people()
-        return
-    document: dict[str, Any] = _plain(value)
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **document}))
+    with written():
+        if as_json:
+            document: dict[str, Any] = _plain(value)
+            print(json.dumps({"schema_version": SCHEMA_VERSION, **document}))
+        else:
+            people()
 
 
 def say(text: str) -> None:
@@ -49,6 +54,27 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: It
     if not console.is_terminal:  # a pipe has no width; nothing is folded there
         console = Console(width=10_000)
     console.print(shown)
+
+
+@contextlib.contextmanager
+def written(descriptor: int = 1) -> Generator[None, None, None]:
+    """The block does nothing but write to this stream. A full disk under `> file` is OpsError, said once; a reader that
+    has gone stays a BrokenPipeError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard(descriptor)
+        why = error.strerror or str(error)
+        raise OpsError("the output can't be written", why=why, next="free some space, or write elsewhere") from error
+
+
+def discard(descriptor: int = 1) -> None:
+    """What is still to be written to this stream goes nowhere: the last flushes of Python must not fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def size(count: int | None) -> str:

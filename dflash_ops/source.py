@@ -4,11 +4,15 @@ Of a folder in a git repository, the files are those that git knows or would add
 ignored); of any other folder, all. `.dflashignore` in the folder takes away from either.
 """
 
+import contextlib
+import errno
 import hashlib
 import os
+import shlex
 import stat
 import tarfile
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
@@ -41,7 +45,9 @@ def choose(explicit: Path | None, inventory: Path | None, *, here: Path) -> Sour
     if named is not None:
         if not named.is_dir():
             said_by = "SOURCE" if explicit else "the inventory's `source`"
-            raise NotFoundError("no such folder to deploy", where=printable(str(named)), why=f"{said_by} names it")
+            raise NotFoundError(
+                "no such folder to deploy", where=printable(str(named)), why=f"{said_by} names it", next="correct it"
+            )
         return Source(named.resolve())
     if (here / "trainer").is_dir():
         return Source(here.resolve())
@@ -73,8 +79,35 @@ def read(shell: Shell, source: Source) -> tuple[str | None, Manifest]:
     return (_git_commit(shell, source.root) if in_git else None), manifest
 
 
+@contextlib.contextmanager
+def temporary_file() -> Generator[BinaryIO, None, None]:
+    """A file without a name: nothing is left of it, whatever ends this process."""
+    try:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise PreflightError(
+            "no temporary file can be made",
+            why=error.strerror or str(error),
+            next="let TMPDIR name a folder with space",
+        ) from error
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):  # what a full disk does not take at the end was told before
+            file.close()
+
+
 def write_archive(release: Release, root: Path, file: BinaryIO) -> None:
-    """Writes the release as a tar file, its manifest first. OpsError when a file is not what the manifest says."""
+    """Writes the release as a tar file, its manifest first, and flushes it. OpsError when a file is not what the
+    manifest says; PreflightError when the disk is full."""
+    try:
+        _write_members(release, root, file)
+        file.flush()
+    except OSError as error:
+        raise _not_written(error) from error
+
+
+def _write_members(release: Release, root: Path, file: BinaryIO) -> None:
     # GNU's format carries names of any bytes and any length.
     with tarfile.open(
         fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -89,8 +122,10 @@ def write_archive(release: Release, root: Path, file: BinaryIO) -> None:
                 hashing = _Hashing(content)
                 try:
                     archive.addfile(_member(entry), cast(IO[bytes], hashing))  # read is all that it calls
-                except OSError as error:  # shorter than before
-                    raise _changed(entry.path) from error
+                except OSError as error:
+                    if error.errno is not None:
+                        raise
+                    raise _changed(entry.path) from error  # tarfile's own: shorter than before
                 if hashing.sha256 != entry.sha256 or content.read(1):
                     raise _changed(entry.path)
 
@@ -129,6 +164,16 @@ def _member(entry: FileEntry) -> tarfile.TarInfo:
     if entry.link is not None:
         member.type, member.linkname = tarfile.SYMTYPE, entry.link
     return member
+
+
+def _not_written(error: OSError) -> OpsError:
+    """Why there is no archive on this machine."""
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        next = "free some space there, or let TMPDIR name another folder"
+        return PreflightError("the local disk is full", where=tempfile.gettempdir(), why=why, next=next)
+    where = printable(os.fsdecode(error.filename)) if error.filename else ""
+    return OpsError("the archive can't be made", where=where, why=why, next="correct that, and deploy again")
 
 
 def _changed(name: str) -> OpsError:
@@ -188,5 +233,10 @@ def _git(shell: Shell, root: Path, *words: str, missing_ok: bool = False) -> byt
             "git is missing", where=str(root), why="the source is in a git repository", next="install git"
         )
     if result.code != 0 and not missing_ok:
-        raise PreflightError("git refused to list the source", where=printable(str(root)), why=result.last_words)
+        raise PreflightError(
+            "git refused to list the source",
+            where=printable(str(root)),
+            why=result.last_words,
+            next=f"see what it says: git -C {shlex.quote(printable(str(root)))} status",
+        )
     return result.out if result.code == 0 else b""

@@ -25,7 +25,7 @@ PURE = {
     "conversation": {"command", "errors"},
     "shell": {"command", "conversation", "errors", "ssh", "terminal"},
     "answers": {"command", "errors"},
-    "render": set(),
+    "render": {"errors"},
 }
 
 

@@ -114,14 +114,18 @@ def test_exec_streams_and_a_reader_that_leaves_is_no_error(cli: Cli) -> None:
 
 def test_streams_that_are_closed_or_full(cli: Cli) -> None:
     def through_a_shell(*words: str, redirected: str) -> subprocess.CompletedProcess[bytes]:
-        line = shlex.join([os.fsdecode(word) for word in cli.words(*words)]) + redirected
+        line = shlex.join([os.fsdecode(word) for word in cli.words(*words)]) + " " + redirected
         return subprocess.run(["sh", "-c", line], env=cli.environment(), capture_output=True)
 
-    assert through_a_shell("exec", "echo", "hi", redirected="<&-").stdout == b"hi\n"
+    for redirected, out, err in (("<&-", b"out\n", b"err\n"), (">&-", b"", b"err\n"), ("2>&-", b"out\n", b"")):
+        done = through_a_shell("exec", "sh", "-c", "cat; echo out; echo err >&2; exit 5", redirected=redirected)
+        assert (done.returncode, done.stdout, done.stderr) == (5, out, err), redirected
     assert through_a_shell("releases", redirected=">&-").stderr == b""
-    for words in (("releases", "--json"), ("exec", "echo", "hi")):
+    failed = through_a_shell("put", "x", redirected="2>&-")
+    assert (failed.returncode, failed.stdout) == (2, b"")
+    for words in (("releases",), ("releases", "--json"), ("exec", "echo", "hi")):
         done = through_a_shell(*words, redirected=">/dev/full")
-        assert done.returncode == 1 and "No space left on device" in one_line(done)
+        assert done.returncode == 1 and "the output can't be written: No space left on device" in one_line(done)
 
 
 def test_ctrl_c_ends_it_quietly(cli: Cli) -> None:
@@ -138,7 +142,34 @@ def test_exec_gives_up_after_silence(cli: Cli) -> None:
     assert done.returncode == 124 and "no answer within 0.5 s" in one_line(done)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1"])
+def test_a_time_to_wait_is_above_nothing(cli: Cli, seconds: str) -> None:
+    done = cli("exec", "--timeout", seconds, "true")
+    assert done.returncode == 2 and "no time to wait" in one_line(done)
+
+
 # -- mistakes
+
+
+def test_a_user_that_no_passwd_file_knows(cli: Cli, tmp_path: Path) -> None:
+    # Nor a service beside the file: without nsswitch.conf there is none.
+    line = 'for file in passwd nsswitch.conf; do mount --bind /dev/null /etc/$file || exit; done; exec "$@"'
+    words = ("unshare", "-m", "sh", "-c", line, "sh", *cli.words("deploy"))
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    environment = {name: value for name, value in cli.environment().items() if name not in names}
+    done = subprocess.run(words, cwd=tree(tmp_path / "here"), env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_working_folder_is_gone(cli: Cli, tmp_path: Path) -> None:
+    environment = cli.environment()
+    for words, named in ((("releases",), False), (("deploy",), True)):
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        line = 'rmdir "$PWD"; exec ' + shlex.join([os.fsdecode(word) for word in cli.words(*words)])
+        known = environment if named else {**environment, "DFLASH_OPS_INVENTORY": ""}
+        done = subprocess.run(["sh", "-c", line], cwd=gone, env=known, capture_output=True)
+        assert done.returncode == 3 and "the working folder is gone" in one_line(done)
 
 
 def test_no_inventory(tmp_path: Path) -> None:

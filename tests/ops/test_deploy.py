@@ -1,13 +1,14 @@
 """deploy, releases, rollback and put, through ssh, pct push and the container's own Python."""
 
 import os
+import subprocess
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from conftest import Box
+from conftest import Box, Cli
 
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
@@ -174,6 +175,19 @@ def test_no_python_in_it(shell: Shell, box: Box, source: Source) -> None:
 def test_a_folder_that_may_not_be_written(shell: Shell, box: Box, source: Source) -> None:
     with pytest.raises(PreflightError, match=r"does not let us write there \(.*/usr/share/x"):
         verbs.deploy(shell, replace(box.container, path="/usr/share/x"), source)
+
+
+def test_a_local_disk_that_fills_up(box: Box, cli: Cli, tmp_path: Path) -> None:
+    """On a file system of 64 KiB, seen by this one process only."""
+    small, code = tmp_path / "small", tmp_path / "code"
+    for folder in (small, code):
+        folder.mkdir()
+    (code / "big").write_bytes(bytes(1 << 20))
+    line = 'mount -t tmpfs -o size=64k none "$TMPDIR" && exec "$@"'
+    words = ("unshare", "-m", "sh", "-c", line, "sh", *cli.words("deploy", str(code)))
+    done = subprocess.run(words, env={**cli.environment(), "TMPDIR": str(small)}, capture_output=True)
+    text = done.stderr.decode()
+    assert (done.returncode, text.count("\n")) == (6, 1) and f"the local disk is full ({small})" in text
 
 
 def test_an_empty_source(shell: Shell, box: Box, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """What goes in a release, what names it, and the archive that carries it."""
 
+import contextlib
 import os
 import subprocess
 import tarfile
+import tempfile
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ops import source as sources
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.errors import ConfigError, NotFoundError, OpsError, PreflightError
 from dflash_ops.release import FileEntry, Manifest, Release, check_link, printable, select
 from dflash_ops.remote.releases import MANIFEST, is_inside
 from dflash_ops.shell import Shell
@@ -60,6 +62,12 @@ def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
     ]
     assert select(found) == ["a.py", "data/keep.txt", "data/x.bin", "sub/.git"]
     assert select(found, ["data/*", "!data/keep.txt", "# a remark", ""]) == ["a.py", "data/keep.txt", "sub/.git"]
+
+
+@pytest.mark.parametrize("line", ["!", "\\", "a\\"])
+def test_an_ignore_line_that_is_no_pattern_is_named(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"\.dflashignore, line 2\)"):
+        select(["a"], ["b", line])
 
 
 @given(st.lists(st.text(alphabet="ab./\\\udcff\n é", min_size=1, max_size=12)))
@@ -154,7 +162,7 @@ def test_which_folder(tmp_path: Path) -> None:
     assert (packaged.root / "trainer" / "__init__.py").is_file()
     tree(here, "trainer/a.py")
     assert sources.choose(None, None, here=here) == Source(here)
-    with pytest.raises(NotFoundError, match="SOURCE names it"):
+    with pytest.raises(NotFoundError, match=r"SOURCE names it\. Next: "):
         sources.choose(tmp_path / "gone", None, here=here)
 
 
@@ -177,6 +185,26 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, shell: Shell, 
     (folder / "a.py").write_text({"longer": "a.py+", "shorter": "a", "other": "b.py"}[change])
     with pytest.raises(OpsError, match=r"a file changed while it was read \(a\.py\)"):
         sources.write_archive(Release(WHEN, None, manifest), folder, BytesIO())
+
+
+def test_git_refuses_to_list_it(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "a.py", ".git")
+    with pytest.raises(PreflightError, match=r"git refused .*Next: .*git -C .* status"):
+        sources.read(shell, Source(tmp_path))
+
+
+def test_the_disk_under_the_archive_is_full(tmp_path: Path, shell: Shell) -> None:
+    _, manifest = sources.read(shell, Source(tree(tmp_path, "a.py")))
+    with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:
+        with pytest.raises(PreflightError, match=r"the local disk is full .*Next: .*TMPDIR"):
+            sources.write_archive(Release(WHEN, None, manifest), tmp_path, full)
+        full.close()
+
+
+def test_there_is_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(PreflightError, match=r"no temporary file .*Next: .*TMPDIR"), sources.temporary_file():
+        pass
 
 
 @given(st.text(max_size=20))
