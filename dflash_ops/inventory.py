@@ -93,7 +93,7 @@ class Inventory:
     @property
     def source(self) -> Path | None:
         """What `deploy` sends when it is not told, if the file says so."""
-        return self._relative(self.tables.source) if self.tables.source else None
+        return self._relative("source", self.tables.source) if self.tables.source else None
 
     def container(self, name: str | None = None) -> Container:
         """The container of that name; without one, the default's, or the only one there is."""
@@ -127,8 +127,8 @@ class Inventory:
             state = read(os.environ.get("DFLASH_OPS_SANDBOX") or table.sandbox)
             return Host(name, state.host, state.port, state.user, state.key, state.known_hosts)
         assert table.address is not None  # the table was checked
-        key = self._relative(table.key) if table.key else None
-        known_hosts = self._relative(table.known_hosts) if table.known_hosts else None
+        key = self._relative(f"hosts.{name}.key", table.key) if table.key else None
+        known_hosts = self._relative(f"hosts.{name}.known_hosts", table.known_hosts) if table.known_hosts else None
         return Host(name, table.address, table.port, table.user, key, known_hosts)
 
     def _sandbox_python(self, name: str, table: ContainerTable) -> str:
@@ -139,23 +139,36 @@ class Inventory:
             raise _bad(self.file, f"containers.{name}.python", f'"sandbox" needs a sandbox host; {table.host} is none')
         return str(read(os.environ.get("DFLASH_OPS_SANDBOX") or sandbox).python)
 
-    def _relative(self, text: str) -> Path:
-        """A path of the file, whose relative paths start at its folder."""
-        return self.file.parent / Path(text).expanduser()
+    def _relative(self, key: str, text: str) -> Path:
+        """The path that a key of the file says; relative ones start at its folder."""
+        try:
+            return self.file.parent / Path(text).expanduser()
+        except RuntimeError as error:  # no such user
+            raise _bad(self.file, key, f"{text!r} has no home folder") from error
 
 
 def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
     """The inventory file to use. ConfigError when there is none."""
     named = explicit or (Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None)
-    if named is not None:
-        said_by = "--inventory" if explicit else _VARIABLE
-        file = _in_folder(named) if named.is_dir() else named
-        if file is None or not file.is_file():
-            raise ConfigError(
-                "there is no such inventory", where=str(named), why=f"{said_by} names it", next="correct it"
-            )
-        return file
-    start = start.absolute() if start else working_folder()
+    try:
+        if named is not None:
+            return _named(named, "--inventory" if explicit else _VARIABLE)
+        return _upwards(start.absolute() if start else working_folder())
+    except OSError as error:
+        where = os.fsdecode(error.filename or "")
+        raise ConfigError(
+            "the inventory can't be looked for", where=where, why=error.strerror or str(error), next=_WHERE_TO_PUT_ONE
+        ) from error
+
+
+def _named(named: Path, said_by: str) -> Path:
+    file = _in_folder(named) if named.is_dir() else named
+    if file is None or not file.is_file():
+        raise ConfigError("there is no such inventory", where=str(named), why=f"{said_by} names it", next="correct it")
+    return file
+
+
+def _upwards(start: Path) -> Path:
     for folder in (start, *start.parents):
         if (file := folder / "dflash-ops.toml").is_file():
             return file
@@ -182,7 +195,8 @@ def load(explicit: Path | None = None) -> Inventory:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the inventory can't be read", where=str(file), why=str(error)) from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("the inventory can't be read", where=str(file), why=why, next="correct it") from error
     return parse(text, file)
 
 
@@ -193,6 +207,10 @@ def parse(text: str, file: Path) -> Inventory:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             "the inventory is not TOML", where=str(file), why=str(error), next="correct that line"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(
+            "the inventory is not TOML", where=str(file), why="brackets in brackets without end", next="correct them"
         ) from error
     except ValidationError as error:
         raise _first_fault(error, file) from error
@@ -235,6 +253,8 @@ def _first_fault(error: ValidationError, file: Path) -> ConfigError:
         why = "is missing"
     elif fault["type"] == "value_error":
         why = fault["msg"].removeprefix("Value error, ")
+    elif fault["type"] in ("model_type", "dict_type"):
+        why = f"must be a table, not {fault['input']!r}"
     else:
         why = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, not {fault['input']!r}"
     if len(faults) > 1:

@@ -24,6 +24,7 @@ from typing import Any
 import fabric
 import paramiko
 from paramiko.hostkeys import InvalidHostKey
+from paramiko.pkey import UnknownKeyType
 
 from dflash_ops.command import Host
 from dflash_ops.errors import ConfigError, HostKeyError, LinkLostError, OpsError, UnreachableError
@@ -233,15 +234,22 @@ def _configure(host: Host, timeout: float) -> Any:
             connect_kwargs={"key_filename": [str(host.key)] if host.key else []},
         )
     except (paramiko.SSHException, ValueError, OSError) as error:
-        raise ConfigError("the ssh configuration can't be used", where=where, why=str(error)) from error
+        raise ConfigError(
+            "the ssh configuration can't be used", where=where, why=str(error), next="correct ~/.ssh/config"
+        ) from error
     for hop in _hops(connection):
         files = _known_hosts(host.known_hosts if hop is connection else None, hop.ssh_config)
         for file in files:
             try:
                 if file.is_file():
                     hop.client.load_system_host_keys(str(file))
-            except (OSError, InvalidHostKey) as error:
-                raise ConfigError("a known_hosts file can't be read", where=str(file), why=str(error)) from error
+            except (OSError, ValueError, InvalidHostKey) as error:  # ValueError: bytes that are not UTF-8
+                raise ConfigError(
+                    "a known_hosts file can't be read",
+                    where=str(file),
+                    why=str(error),
+                    next="correct it, or name another as `known_hosts` in the inventory",
+                ) from error
         hop.client.set_missing_host_key_policy(_StrictHostKeys(host, files[0]))
         keys: list[str] = hop.connect_kwargs.get("key_filename") or []
         hop.connect_timeout = math.ceil(timeout)
@@ -279,6 +287,10 @@ def _our_error(error: Exception, where: str, host: Host, connection: Any) -> Ops
             return UnreachableError(
                 "the key is locked by a passphrase", where=where, why=keys or str(error), next=f"ssh-add {keys}".strip()
             )
+        case paramiko.SSHException() | ValueError() if host.key is not None and not _holds_a_key(host.key):
+            return ConfigError(
+                "there is no private key in the file", where=where, why=str(host.key), next="correct `key`"
+            )
         case paramiko.AuthenticationException():
             keys = ", ".join(connection.connect_kwargs["key_filename"]) or "the agent's and ~/.ssh's"
             return UnreachableError(
@@ -287,19 +299,29 @@ def _our_error(error: Exception, where: str, host: Host, connection: Any) -> Ops
                 why=f"tried: {keys}",
                 next=f"ssh-copy-id -p {connection.port} {connection.user}@{connection.host}",
             )
-        case socket.gaierror():
-            return UnreachableError(
-                "no such host", where=where, why=error.strerror or str(error), next="correct `address` in the inventory"
-            )
-        case TimeoutError() | OSError() | EOFError() | paramiko.SSHException():
+        case socket.gaierror() | UnicodeError():  # UnicodeError: no name can be spelled so
+            why = getattr(error, "strerror", None) or str(error)
+            return UnreachableError("no such host", where=where, why=why, next="correct `address` in the inventory")
+        case OSError() | EOFError() | paramiko.SSHException():
             return UnreachableError(
                 "the host can't be reached",
                 where=where,
-                why=str(error) or type(error).__name__,
+                why=getattr(error, "strerror", None) or str(error) or type(error).__name__,
                 next=f"ssh -p {connection.port} {connection.user}@{connection.host} true",
             )
         case _:
             return OpsError("connecting failed", where=where, why=f"{type(error).__name__}: {error}")
+
+
+def _holds_a_key(file: Path) -> bool:
+    """Whether there is a private key in the file, be it locked."""
+    try:
+        paramiko.PKey.from_path(file)
+    except (ValueError, UnknownKeyType):
+        return False
+    except (TypeError, OSError, paramiko.SSHException):  # it is locked, or can't be read: told as that
+        return True
+    return True
 
 
 def _forget_command(host: Host, connection: Any) -> str:

@@ -81,7 +81,10 @@ def test_the_only_container_needs_no_default() -> None:
         (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\ngpu = [0]', ["containers.c.gpu", "nearest: gpus"]),
         (LAB + 'default = "c"', ["hosts.lab.default", "no such key"]),
         ('default = "d"\n' + LAB + '[containers.c]\nhost = "lab"\nvmid = 200', ["default", "containers: c"]),
-        ("hosts = 3", ["hosts", "not 3"]),
+        ("hosts = 3", ["hosts", "must be a table, not 3"]),
+        ("[hosts]\nlab = 3", ["hosts.lab", "must be a table, not 3"]),
+        ("[containers]\nc = []", ["containers.c", "must be a table, not []"]),
+        ("a = " + "[" * 5000, ["not TOML", "brackets"]),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(text: str, says: list[str]) -> None:
@@ -130,8 +133,19 @@ def test_none_at_all_says_what_to_do(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "dflash-ops.toml"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match=r"can't be read .*Next: "):
         load(file)
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"can't be looked for .*File name too long\. Next: "):
+        find(Path("x" * 300))
+
+
+@pytest.mark.parametrize("key", ["key", "known_hosts"])
+def test_the_home_of_nobody_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"hosts\.lab\.{key}.*'~no-such-user/x' has no home folder"):
+        read(LAB + f'{key} = "~no-such-user/x"').host("lab")
 
 
 def test_the_files_of_this_repository_are_good() -> None:

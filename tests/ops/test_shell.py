@@ -302,10 +302,17 @@ def until(true, seconds: float = 10.0) -> None:
 def test_nobody_there(shell: Shell, container: Container) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(UnreachableError, match=f"the host can't be reached .*:{port}"):
+    with pytest.raises(UnreachableError, match=f"the host can't be reached .*:{port}") as caught:
         shell.run(replace(container.host, port=port), Command(("true",)))
+    assert "Errno" not in caught.value.line()
     with pytest.raises(UnreachableError, match="no such host"):
         shell.run(replace(container.host, address="no-such-host.invalid"), Command(("true",)))
+
+
+@pytest.mark.parametrize("address", ["é..x", "x" * 70])
+def test_an_address_that_can_be_no_name(shell: Shell, container: Container, address: str) -> None:
+    with pytest.raises(UnreachableError, match=r"no such host .*Next: correct `address`"):
+        shell.run(replace(container.host, address=address), Command(("true",)))
 
 
 def test_a_server_that_never_speaks(container: Container) -> None:
@@ -324,6 +331,11 @@ def test_a_refused_key(shell: Shell, container: Container, tmp_path: Path) -> No
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", locked], check=True)
     with pytest.raises(UnreachableError, match=f"locked by a passphrase .*Next: ssh-add {locked}"):
         shell.run(replace(container.host, key=locked), Command(("true",)))
+    for content in (b"no key\n", b"\xff\xfe", b""):
+        garbage = tmp_path / "garbage"
+        garbage.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"no private key in the file .*garbage\. Next: correct `key`"):
+            shell.run(replace(container.host, key=garbage), Command(("true",)))
     with pytest.raises(ConfigError, match="no such key file"):
         shell.run(replace(container.host, key=tmp_path / "gone"), Command(("true",)))
 
@@ -348,6 +360,13 @@ def test_an_unknown_host_key_is_not_accepted_and_the_printed_command_adds_it(
     assert key in (tmp_path / "known_hosts").read_text()
     with Shell() as shell:
         assert shell.run(stranger, Command(("true",))).code == 0
+
+
+def test_a_known_hosts_file_that_is_no_text(shell: Shell, container: Container, tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    file.write_bytes(b"host ssh-ed25519 \xff\n")
+    with pytest.raises(ConfigError, match=rf"known_hosts file can't be read \({file}\).*Next: "):
+        shell.run(replace(container.host, known_hosts=file), Command(("true",)))
 
 
 def test_a_changed_host_key_stops_with_both_fingerprints(shell: Shell, container: Container, tmp_path: Path) -> None:
