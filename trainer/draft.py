@@ -55,6 +55,9 @@ class DraftConfig:
     rope_scaling: Mapping[str, Any] | None = field(default=None)  # transformers' keys: rope_type, factor, ...
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads can't share {self.num_kv_heads} key/value heads")
         if self.block_size < 2:

@@ -127,6 +127,8 @@ def test_a_config_of_another_trainer_is_read() -> None:
         ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size '64' is no whole number"),
+        ({"hidden_size": -64}, "hidden_size -64: it must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_kv_heads 0: it must be at least 1"),
         ({"num_hidden_layers": True}, "num_hidden_layers True is no whole number"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps 'small' is no number"),
         ({"dflash_config": [4]}, "dflash_config is no JSON object"),
