@@ -226,8 +226,13 @@ def test_signals_that_the_caller_ignores_work_inside() -> None:
         for number, handler in zip(ignored, before, strict=True):
             signal.signal(number, handler)
     with Client(up) as client:
-        assert client.run("grep SigIgn /proc/self/status").text.split()[1].strip("0") == ""
-        assert client.text(200, "grep SigIgn /proc/self/status").split()[1].strip("0") == ""
+        for line in (
+            client.run("grep SigIgn /proc/self/status").text,
+            client.text(200, "grep SigIgn /proc/self/status"),
+        ):
+            mask = int(line.split()[1], 16)
+            # Of these: make has the C library's own signals ignored in all that it starts.
+            assert not [number for number in ignored if mask >> (number - 1) & 1]
 
 
 def test_status_tells_how_containers_are_now() -> None:
