@@ -21,10 +21,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Start, watch and stop training runs in the container.", no_args_is_help=True)
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, or a name: the newest run of that name.")]
+
+def _not_empty(word: str | None) -> str | None:
+    """What a script hands over as "$RUN" when it has none must not become the default."""
+    if word == "":
+        raise UsageFault("an empty word names nothing", next="leave it out, or give a name of dflash-ops train list")
+    return word
+
+
 AnyRun = Annotated[
     str | None,
-    typer.Argument(metavar="[RUN]", help="A run's id, or a name. Default: the run that goes on, else the newest."),
+    typer.Argument(
+        metavar="[RUN]",
+        help="A run's id, or a name. Default: the run that goes on, else the newest.",
+        callback=_not_empty,
+    ),
 ]
 
 
@@ -41,10 +52,14 @@ def start(
         typer.Option(metavar="FILE", help="KEY=VALUE lines for the trainer's environment, kept out of logs and argv."),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Goes on from the newest good checkpoint of an earlier run.")
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Goes on from the newest good checkpoint of an earlier run.", callback=_not_empty
+        ),
     ] = None,
     init_from: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A drafter's folder in the container to continue from.")
+        str | None,
+        typer.Option(metavar="PATH", help="A drafter's folder in the container to continue from.", callback=_not_empty),
     ] = None,
     release: Annotated[str | None, typer.Option(help="A release id. Default: the current one.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Shows the log until the run ends.")] = False,
@@ -89,7 +104,10 @@ def start(
 @app.command()
 def stop(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's id, or a name. Default: the only run that goes on.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="A run's id, or a name. Default: the only run that goes on.", callback=_not_empty
+        ),
     ] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for the trainer to save and end.")] = 60.0,
     target: Target = None,
@@ -227,4 +245,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise ConfigError("the file can't be read", where=str(file), why=error.strerror or str(error)) from error
+        why = error.strerror or str(error)
+        raise ConfigError(
+            "the file can't be read", where=str(file), why=why, next="give a file of this machine that you may read"
+        ) from error

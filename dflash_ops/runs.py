@@ -16,20 +16,15 @@ from pydantic import ValidationError
 
 from dflash_ops.answers import answer, raise_fault
 from dflash_ops.command import Command, Container, Query, Result
-from dflash_ops.errors import (
-    ConfigError,
-    OpsError,
-    UsageFault,
-)
-from dflash_ops.remote import bundle
+from dflash_ops.errors import CancelledError, ConfigError, OpsError, RunFailedError, StillRunningError, UsageFault
+from dflash_ops.remote import bundle, rundir
 from trainer.records import Status
 
 SCHEMA_VERSION = 1
-RUN_FAILED, STILL_RUNNING, CANCELLED = 100, 101, 103
 
 # Of a GPU that only one run may have: the file lives on the hypervisor, so that containers that share a card share it.
 # /run/lock exists on every Proxmox host; flock makes the file.
-LOCK_FILE = "/run/lock/dflash-ops-gpu-{index}.lock"
+_LOCKS = "/run/lock"
 LOCK_TAKEN = 7
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
@@ -94,13 +89,13 @@ class Run:
         """What `logs -f` and `status` exit with: the state of the run in the design's table."""
         match self.state:
             case RunState.STARTING | RunState.RUNNING:
-                return STILL_RUNNING
+                return StillRunningError.exit_code
             case RunState.FINISHED:
                 return 0
             case RunState.STOPPED:
-                return CANCELLED
+                return CancelledError.exit_code
             case RunState.FAILED | RunState.LOST:
-                return RUN_FAILED
+                return RunFailedError.exit_code
 
     @property
     def own_code(self) -> int:
@@ -292,7 +287,7 @@ def lock_words(container: Container, gpus: Sequence[int]) -> tuple[str, ...]:
         return ()
     words: list[str] = []
     for index in sorted(container.gpus[gpu] for gpu in gpus):
-        words += ["flock", "-n", "-E", str(LOCK_TAKEN), "-F", LOCK_FILE.format(index=index)]
+        words += ["flock", "-n", "-E", str(LOCK_TAKEN), "-F", f"{_LOCKS}/{rundir.GPU_LOCK}{index}.lock"]
     return tuple(words)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dflash_ops import gpus, runs
 from dflash_ops.command import Container, Result
 from dflash_ops.errors import BusyError, LinkLostError, NotFoundError, OpsError, StillRunningError, UnreachableError
+from dflash_ops.remote.start import HOLD_SECONDS
 from dflash_ops.runs import Run, RunState, Started, StartRequest, Stopped
 from dflash_ops.shell import Shell
 
-_START_SECONDS = 150.0  # the start script's own waits, one after the other, end before
-_STOP_SECONDS = 60.0  # beyond the grace: killing, the supervisor's end
+_START_SECONDS = 2 * HOLD_SECONDS + 20.0  # the start script waits for another start, and then for its own steps
+_STOP_SECONDS = 90.0  # beyond the grace: a start that is going on, killing, the supervisor's end
 _START_TRIES = 3
 _RECONNECT_SECONDS = 600.0  # how long `logs -f` tries to come back
 
@@ -54,11 +55,14 @@ def _behind_the_lock(shell: Shell, container: Container, request: StartRequest, 
     first = next((holder for holder in holders if holder.run_id), holders[0])
     place = f" in container {first.vmid}" if first.vmid else ""
     who = f"run {first.run_id}{place}" if first.run_id else f"process {first.pid} of the host{place}"
+    stop_it = f"dflash-ops train stop {first.run_id}"
+    if first.vmid not in (None, container.vmid):
+        stop_it += f" -t NAME, which the inventory gives container {first.vmid}"
     raise BusyError(
         f"GPU {first.index} of {container.host} is taken",
         where=str(container),
         why=f"{who} holds it",
-        next=f"dflash-ops train stop {first.run_id}" if first.run_id else "dflash-ops gpu-status",
+        next=stop_it if first.run_id else "dflash-ops gpu-status",
     )
 
 
@@ -154,18 +158,26 @@ def logs(
 
 
 def wait(shell: Shell, container: Container, run: str, *, timeout: float | None = None) -> Run:
-    """Waits for the end of a run. StillRunningError after `timeout` seconds."""
+    """Waits for the end of a run, across broken links. StillRunningError after `timeout` seconds."""
     if timeout is None:
         return logs(shell, container, run, on_out=lambda data: None, follow=True, quiet=True)
     deadline = time.monotonic() + timeout
+    found: Run | None = None
     while True:
-        found = status(shell, container, run)
-        if not found.state.live:
-            return found
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise StillRunningError(found.verdict(), where=str(container), next=f"dflash-ops train logs -f {found.id}")
-        time.sleep(min(1.0, left))
+        try:
+            found = status(shell, container, run if found is None else found.id)
+        except UnreachableError as error:
+            never_worked = found is None and not isinstance(error, LinkLostError)
+            if never_worked or time.monotonic() >= deadline:
+                raise
+            shell.close()  # the next question connects anew
+        else:
+            if not found.state.live:
+                return found
+            if time.monotonic() >= deadline:
+                follow_it = f"dflash-ops train logs -f {found.id}"
+                raise StillRunningError(found.verdict(), where=str(container), next=follow_it)
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
 class _LogReader:

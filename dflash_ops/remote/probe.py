@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash_ops.remote import answers, processes, rundir
 
-_LOCK = re.compile(r"/dflash-ops-gpu-(\d+)\.lock$")
+_LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 
@@ -91,7 +91,6 @@ def holders() -> list[dict[str, Any]]:
         found.append(
             {
                 **processes.describe(process),
-                "parent": process.parent,
                 "group": process.group,
                 "namespace_pids": _namespace_pids(process.pid),
                 "pid_namespace": _pid_namespace(process.pid),
@@ -100,7 +99,6 @@ def holders() -> list[dict[str, Any]]:
                 "locks": locks,
                 "run_id": os.fsdecode(environment.get(processes.RUN_ID, b"")) or None,
                 "locks_for": named.group() if named else None,
-                "run_dir": os.fsdecode(environment.get(processes.RUN_DIR, b"")) or None,
                 "age_s": round(processes.age_seconds(process), 1),
             }
         )

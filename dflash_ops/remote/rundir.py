@@ -22,6 +22,8 @@ from dflash_ops.remote import processes
 from dflash_ops.remote.answers import Fault
 
 SCHEMA_VERSION = 1
+# The lock of GPU N on the hypervisor is a file of this name and N.lock.
+GPU_LOCK = "dflash-ops-gpu-"
 
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}")
 _STARTING_SECONDS = 60.0
@@ -103,7 +105,8 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
             return True
 
         if not processes.wait_until(taken, seconds):
-            raise Fault("busy", "another start is going on", f"{folder / 'start.lock'} was held for {seconds:.0f} s")
+            why = f"{folder / 'start.lock'} was held for {seconds:.0f} s"
+            raise Fault("busy", "another start is going on", why, "run it again later")
         yield
 
 

@@ -31,8 +31,10 @@ _CHECK_SECONDS = 60.0
 _SPAWN_SECONDS = 15.0
 _TMUX_SECONDS = 15.0
 _FREE_GRACE = 5.0
+# The longest that a start holds its lock: all its waits. Another one waits as long, for the holder may be its own first
+# try, whose answer was lost.
+HOLD_SECONDS = _CHECK_SECONDS + 2 * _FREE_GRACE + _SPAWN_SECONDS + 2 * _TMUX_SECONDS
 _SHOW_RELEASES = "dflash-ops releases"
-LOCK_NAME = "dflash-ops-gpu-"
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -45,7 +47,7 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         raise answers.Fault(
             "preflight", "no tmux in the container", "the run would have no window", "apt-get install tmux"
         )
-    with rundir.start_lock(path):
+    with rundir.start_lock(path, HOLD_SECONDS):
         folder = path / "runs" / parameters["run_id"]
         if folder.exists():
             return _answer(folder, existing=True, freed=[], window=None)
@@ -162,7 +164,7 @@ def _check_config(config: Path, release: Path, parameters: dict[str, Any]) -> No
     # The user knows the file by the name on their own machine.
     why = (lines[-1] if lines else f"exit code {done.returncode}").replace(str(config), parameters["config_name"])
     if done.returncode == 3:
-        raise answers.Fault("config", "the trainer refuses the config", why, "", parameters["config_name"])
+        raise answers.Fault("config", "the trainer refuses the config", why, "correct it and start again")
     raise answers.Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
 
 
@@ -256,7 +258,7 @@ def _lock_descriptors() -> list[int]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the descriptor of this very listing
-        if os.path.basename(target).startswith(LOCK_NAME):
+        if os.path.basename(target).startswith(rundir.GPU_LOCK):
             found.append(int(name))
     return found
 

@@ -103,7 +103,6 @@ def holder(pid: int, **more: Any) -> dict[str, Any]:
         "state": "S",
         "wchan": None,
         "command": "python",
-        "parent": 1,
         "group": pid,
         "namespace_pids": [pid, pid - 1000],
         "pid_namespace": "pid:[200]",
@@ -112,7 +111,6 @@ def holder(pid: int, **more: Any) -> dict[str, Any]:
         "locks": [],
         "locks_for": None,
         "run_id": None,
-        "run_dir": None,
         "age_s": 5.0,
         **more,
     }

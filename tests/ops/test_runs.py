@@ -4,13 +4,15 @@ import json
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from dflash_ops import render_runs, runs
+from dflash_ops import cli_train, render_runs, runs
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import answers, rundir
@@ -111,6 +113,30 @@ def test_env_names_never_show_a_value(wrong: str) -> None:
         runs.env_names(wrong, "secrets.env")
     assert "secrets.env:2" in str(caught.value) and "hush" not in str(caught.value)
     assert caught.value.next
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["stop", ""],
+        ["logs", ""],
+        ["status", ""],
+        ["wait", ""],
+        ["start", "c", "--resume", ""],
+        ["start", "c", "--init-from", ""],
+    ],
+)
+def test_an_empty_word_is_not_the_default(words: list[str]) -> None:
+    assert isinstance(CliRunner().invoke(cli_train.app, words).exception, UsageFault)
+
+
+def test_a_config_that_can_not_be_read(tmp_path: Path) -> None:
+    inventory = tmp_path / "dflash-ops.toml"
+    inventory.write_text('[hosts.lab]\naddress = "lab"\n[containers.box]\nhost = "lab"\nvmid = 200\n')
+    words = ["start", str(tmp_path), "--inventory", str(inventory)]
+    error = CliRunner().invoke(cli_train.app, words).exception
+    assert isinstance(error, ConfigError)
+    assert error.why == "Is a directory" and error.next
 
 
 # -- commands

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from stand_in import call, call_bytes, carriers, exists, retry_until
 
 from dflash_ops import render_runs, runs
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import answers, processes, rundir, start
 from dflash_ops.remote.follow import tail_offset
 from dflash_ops.remote.supervisor import Log, parse_environment
 
@@ -361,6 +361,7 @@ def test_refused_before_anything_has_changed(box: Box, more: dict[str, Any], cod
     got, reply = box.try_start("a", more.pop("config", ""), **more)
     assert got == code
     assert says in reply["what"] + reply["why"]
+    assert reply["next"] and "mine.toml" not in reply["where"]  # it stands in the reason already
     assert list((box.path / "runs").glob("*")) == []
     assert list((box.path / "runs").glob(".*")) == []
 
@@ -620,6 +621,14 @@ def test_one_foreign_record_ends_no_listing_and_no_stop(box: Box) -> None:
     assert [it["run_id"] for it in box.all_facts()] == [folder.name, mine.name]
     code, reply = box.stop("b")
     assert (code, reply["why"]) == (8, "it has ended; its record does not say how")
+
+
+def test_a_start_waits_for_another_as_long_as_that_may_take(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start.HOLD_SECONDS > 60  # the holder may be checking a config
+    monkeypatch.setattr(start, "HOLD_SECONDS", 0.0)
+    with rundir.start_lock(box.path), pytest.raises(answers.Fault) as caught:
+        start.start(stand_in.start_parameters(box.path, "a", ""))
+    assert caught.value.kind == "busy" and "held for 0 s" in caught.value.parts["why"]
 
 
 _NO_FOLDER: list[tuple[str, dict[str, Any]]] = [

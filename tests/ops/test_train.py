@@ -180,7 +180,7 @@ def test_containers_that_share_a_gpu_exclude_each_other(
             begin(shell, other)
         train.stop(shell, place)
         begin(shell, other, config="child = yes\nrunaway = yes\nsigterm = ignored")
-        with pytest.raises(BusyError, match="in container 201"):
+        with pytest.raises(BusyError, match=r"in container 201.*-t NAME.*container 201"):
             begin(shell, replace(place, via="pct"), gpus=(0, 1))
         stopped = train.stop(shell, other, grace=0.3)
         assert len(stopped.killed) == 3
@@ -292,6 +292,19 @@ def test_a_start_whose_answer_is_lost_starts_one_trainer(
     assert started.existing
     assert [run.id for run in train.list_runs(shell, place)] == [started.run.id]
     assert started.run.state is RunState.RUNNING
+
+
+def test_a_wait_with_a_timeout_goes_on_after_a_broken_link(place: Container, shell: Shell, tmp_path: Path) -> None:
+    run = begin(shell, place)
+    with Proxy(place.host, tmp_path) as proxy, Shell() as other, ThreadPoolExecutor(1) as pool:
+        far = proxy.before(place)
+        train.status(other, far, run.id)
+        proxy.cut_after = proxy.sent + 2000  # within the next question
+        waiting = pool.submit(train.wait, other, far, run.id, timeout=60)
+        retry_until(lambda: proxy.sent >= (proxy.cut_after or 0))
+        proxy.cut_after = None
+        train.stop(shell, place, run.id)
+        assert waiting.result(30).state is RunState.STOPPED
 
 
 def test_a_followed_log_goes_on_where_the_link_broke(place: Container, shell: Shell, tmp_path: Path) -> None:
