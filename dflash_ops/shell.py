@@ -12,6 +12,7 @@ stopped waiting, not that it has ended.
 import contextlib
 import os
 import selectors
+import shlex
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, line
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.gate import Gate, never_entered
 
 if TYPE_CHECKING:
     from dflash_ops.ssh import Link
@@ -156,7 +158,7 @@ class Shell:
         emit_err = on_err or _drop
 
         def once(place: Place) -> Result:
-            gate = _Gate(emit_err) if isinstance(place, Container) else None
+            gate = Gate(emit_err) if isinstance(place, Container) else None
             code = self._pump(place, command, on_out, gate or emit_err, stdin, idle=timeout)
             return Result(place, command, code, b"", bytes(gate.held) if gate else b"")
 
@@ -243,13 +245,15 @@ class Shell:
     def _not_sent(self, host: Host, remote_path: str, wanted: int, why: str) -> OpsError:
         """SFTP says no more than "Failure"; df tells whether that was a full disk."""
         folder = remote_path.rpartition("/")[0] or "/"
-        words = self.run(host, Command(("df", "-B1", "--output=avail", "--", folder))).out.split()
-        if words[-1:] and words[-1].isdigit() and (free := int(words[-1])) < wanted:
+        asked = self.run(host, Command(("df", "-B1", "--output=avail,target", "--", folder)))
+        free, _, mount = asked.out.strip().rpartition(b"\n")[2].strip().partition(b" ")
+        if free.isdigit() and int(free) < wanted:
             return PreflightError(
                 "the host's disk is full",
                 where=f"{host}:{folder}",
-                why=f"{wanted} bytes to send, {free} left",
-                next=f"free some space: df -h {folder}",
+                why=f"{wanted} bytes to send, {int(free)} left",
+                # The folder itself is gone by then.
+                next=f"free some space on the host: df -h {shlex.quote(os.fsdecode(mount))}",
             )
         return OpsError("the upload failed", where=f"{host}:{remote_path}", why=why)
 
@@ -289,7 +293,7 @@ class Shell:
             settled = self._settle(place)
             if settled != place:
                 return self._inside(settled, once)
-        if _never_entered(result):
+        if never_entered(result):
             error = self.explain(place, result)
             if isinstance(error, PreflightError | NotFoundError):
                 raise error
@@ -373,38 +377,6 @@ class Shell:
 
 def _drop(data: bytes) -> None:
     del data
-
-
-class _Gate:
-    """Passes stderr on, but holds back what lxc-attach and pct say when they could not enter the container: the caller
-    gets our one line instead."""
-
-    def __init__(self, on_err: OnBytes) -> None:
-        self._on_err = on_err
-        self._decided = False
-        self.held = bytearray()
-
-    def __call__(self, data: bytes) -> None:
-        if self._decided:
-            self._on_err(data)
-            return
-        self.held += data
-        if not any(self.held.startswith(word) or word.startswith(self.held) for word in _ATTACH_WORDS):
-            self._decided = True
-            self._on_err(bytes(self.held))
-            self.held.clear()
-
-
-_ATTACH_WORDS = (b"lxc-attach: ", b"container '", b"Configuration file '")
-
-
-def _never_entered(result: Result) -> bool:
-    """Whether lxc-attach or pct may have failed before the command was in its container; `pct status` then says."""
-    if result.code == 1:
-        return b"lxc-attach: " in result.err and b"init pid" in result.err
-    if result.code == 127:
-        return b"pct" in result.err
-    return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
 
 
 def _host(place: Host | Container) -> Host:

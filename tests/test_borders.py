@@ -23,7 +23,8 @@ PURE = {
     "ssh": {"command", "errors"},
     "terminal": set(),
     "conversation": {"command", "errors"},
-    "shell": {"command", "conversation", "errors", "ssh", "terminal"},
+    "gate": {"command"},
+    "shell": {"command", "conversation", "errors", "gate", "ssh", "terminal"},
     "answers": {"command", "errors"},
     "render": {"errors"},
 }

@@ -179,7 +179,7 @@ def _check_part(part: Path, request: dict[str, Any]) -> None:
 def _move_into_shared(part: Path, shared: Path, name: str) -> None:
     target = shared / name
     if not releases.is_inside(name) or shared.resolve() not in target.resolve().parents:
-        raise Fault("failed", "the file would leave shared/", repr(name))
+        raise Fault("failed", "the file would leave shared/", repr(name), "name a place below shared/")
     if target.is_dir():
         raise Fault("failed", "that is a folder", str(target), "end it with / to put files into it")
     target.parent.mkdir(parents=True, exist_ok=True)

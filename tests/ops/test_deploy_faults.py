@@ -170,7 +170,7 @@ def test_the_hosts_disk_is_full(small: Box, source: Source, left: int) -> None:
         first = verbs.deploy(shell, container, source).release
         filled(shell, container.host, "/var/tmp/ballast", left)
         try:
-            with pytest.raises(PreflightError, match=r"the host's disk is full .*df -h") as caught:
+            with pytest.raises(PreflightError, match=r"the host's disk is full .*: df -h /$") as caught:
                 verbs.deploy(shell, container, source)
             assert "\n" not in caught.value.line()
         finally:

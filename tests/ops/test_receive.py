@@ -240,6 +240,15 @@ def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell
     assert receiver.deploy(*made(2))[0] == 0  # its end freed the lock
 
 
+@pytest.mark.parametrize("below", ["file", "file/deeper"])
+def test_a_path_that_can_be_no_folder(shell: Shell, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy")) as talk:
+        answer = json.loads(talk.hear() or b"")
+    assert (answer["ok"], answer["kind"]) == (False, "preflight")
+    assert str(tmp_path) in answer["where"] and "correct `path`" in answer["next"]
+
+
 def test_a_current_that_is_no_link_is_told(receiver: Receiver, made) -> None:
     (receiver.path / "current").mkdir(parents=True)
     code, answer = receiver.deploy(*made(1))

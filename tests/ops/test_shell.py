@@ -222,6 +222,23 @@ def test_the_words_of_a_failed_entry_stay_with_us(shell: Shell, container: Conta
     assert heard == b"lxc-attach: my own words\n"
 
 
+@pytest.mark.parametrize("words", ["lxc-attach: my own words\\n", "container 'mine' " + "x" * 200])
+def test_words_like_those_of_a_failed_entry_are_not_kept_back(shell: Shell, container: Container, words: str) -> None:
+    """The command goes on only once they have been heard."""
+    read_end, write_end = os.pipe()
+    heard = bytearray()
+
+    def on_err(data: bytes) -> None:
+        heard.extend(data)
+        os.write(write_end, b"go\n")
+
+    command = Command(("sh", "-c", 'printf "$1" >&2; read word; exit 5', "sh", words))
+    assert shell.stream(container, command, on_out=print, on_err=on_err, stdin=read_end, timeout=5) == 5
+    assert bytes(heard) == words.replace("\\n", "\n").encode()
+    os.close(write_end)
+    os.close(read_end)
+
+
 def test_without_lxc_attach_pct_is_used(tmp_path: Path, shell: Shell, box: Box) -> None:
     """Of a host that turns out not to have it, whatever is asked first; a code 127 from inside is no such sign."""
     from dflash_ops.sandbox import down, up

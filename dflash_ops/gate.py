@@ -1,0 +1,47 @@
+"""Tells what lxc-attach and pct say when they can't enter a container from what its programs say. Pure."""
+
+from collections.abc import Callable
+
+from dflash_ops.command import Result
+
+
+class Gate:
+    """Passes stderr on, but holds back what lxc-attach and pct say when they could not enter the container: the caller
+    gets our one line instead."""
+
+    def __init__(self, on_err: Callable[[bytes], None]) -> None:
+        self._on_err = on_err
+        self._decided = False
+        self.held = bytearray()
+
+    def __call__(self, data: bytes) -> None:
+        if self._decided:
+            self._on_err(data)
+            return
+        self.held += data
+        if not self._may_be_theirs():
+            self._decided = True
+            self._on_err(bytes(self.held))
+            self.held.clear()
+
+    def _may_be_theirs(self) -> bool:
+        if not any(self.held.startswith(word) or word.startswith(self.held) for word in _ATTACH_WORDS):
+            return False
+        line, ended, _ = self.held.partition(b"\n")
+        return any(why in line for why in _ATTACH_REASONS) or not (ended or len(line) > _LONGEST_ATTACH_LINE)
+
+
+# How lxc-attach and pct begin the line that says why they could not enter, which reasons they have, and within how many
+# bytes a reason has come.
+_ATTACH_WORDS = (b"lxc-attach: ", b"container '", b"Configuration file '")
+_ATTACH_REASONS = (b"init pid", b"not running!", b"does not exist")
+_LONGEST_ATTACH_LINE = 200
+
+
+def never_entered(result: Result) -> bool:
+    """Whether lxc-attach or pct may have failed before the command was in its container; `pct status` then says."""
+    if result.code == 1:
+        return b"lxc-attach: " in result.err and b"init pid" in result.err
+    if result.code == 127:
+        return b"pct" in result.err
+    return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
