@@ -224,8 +224,9 @@ def _log_writer() -> Callable[[bytes], None]:
     if not sys.stdout.isatty():
 
         def write(data: bytes) -> None:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            with render.written():
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
 
         return write
 
@@ -234,8 +235,9 @@ def _log_writer() -> Callable[[bytes], None]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(data: bytes) -> None:
-        sys.stdout.write(printable(decoder.decode(data)))
-        sys.stdout.flush()
+        with render.written():
+            sys.stdout.write(printable(decoder.decode(data)))
+            sys.stdout.flush()
 
     return show
 

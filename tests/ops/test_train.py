@@ -366,6 +366,10 @@ def test_a_binary_log_arrives_byte_for_byte(place: Container, cli: Cli, shell: S
     assert shown == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
     assert bytes(range(256)) * 1000 in shown
     assert cli("train", "logs", "-n", "2").stdout == b"step 3 \nsaved\n"
+    with Path("/dev/full").open("wb") as full:
+        failed = subprocess.run(cli.words("train", "logs"), stdout=full, stderr=subprocess.PIPE, env=cli.environment())
+    text = failed.stderr.decode()
+    assert (failed.returncode, text.count("\n")) == (1, 1) and "the output can't be written: No space left" in text
 
 
 def test_the_window_in_the_container(place: Container, shell: Shell) -> None:
