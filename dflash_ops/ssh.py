@@ -255,7 +255,7 @@ def _configure(host: Host, timeout: float) -> Any:
         hop.connect_timeout = math.ceil(timeout)
         hop.connect_kwargs = {
             # ssh too passes over an IdentityFile that is not there.
-            "key_filename": [key for key in keys if Path(key).expanduser().is_file()],
+            "key_filename": [key for key in keys if _expanded(key).is_file()],
             "look_for_keys": hop is not connection or host.key is None,
             "auth_timeout": timeout,
             "channel_timeout": timeout,
@@ -268,7 +268,15 @@ def _known_hosts(explicit: Path | None, ssh_config: Any) -> list[Path]:
     if explicit is not None:
         return [explicit]
     words: list[str] = str(ssh_config.get("userknownhostsfile", "")).split() or ["~/.ssh/known_hosts"]
-    return [*(Path(word).expanduser() for word in words), Path("/etc/ssh/ssh_known_hosts")]
+    return [*map(_expanded, words), Path("/etc/ssh/ssh_known_hosts")]
+
+
+def _expanded(text: str) -> Path:
+    """The path with its `~` resolved; as it is when there is no such user, as ssh does."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def _our_error(error: Exception, where: str, host: Host, connection: Any) -> OpsError:

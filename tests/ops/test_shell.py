@@ -410,8 +410,8 @@ def test_the_users_ssh_configuration(container: Container, tmp_path: Path, monke
     folder.mkdir()
     folder.joinpath("config").write_text(
         f"Host near\n HostName {host.address}\n Port {host.port}\n User root\n ProxyJump none\n"
-        f" IdentityFile ~/.ssh/not-there\n IdentityFile {host.key}\n"
-        "Host *\n ProxyJump nowhere\n UserKnownHostsFile ~/.ssh/mine ~/.ssh/more\n"
+        f" IdentityFile ~/.ssh/not-there\n IdentityFile ~no-such-user/id\n IdentityFile {host.key}\n"
+        "Host *\n ProxyJump nowhere\n UserKnownHostsFile ~/.ssh/mine ~/.ssh/more ~no-such-user/more\n"
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     with Shell() as shell, pytest.raises(HostKeyError, match=rf"is not in {folder}/mine"):
