@@ -247,7 +247,8 @@ class Rotary(nn.Module):
 def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     """Frequencies [D/2] and the attention factor of a scaled RoPE, by transformers' own rules (yarn, llama3, linear).
 
-    Raises ValueError for rules whose frequencies depend on the length of the text: they can't be cached.
+    Raises ValueError when a rule's parameter is missing, and for rules whose frequencies depend on the length of the
+    text: they can't be cached.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -264,7 +265,10 @@ def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         standardize_rope_params=lambda: None,
     )
-    return ROPE_INIT_FUNCTIONS[kind](as_transformers, torch.device("cpu"))
+    try:
+        return ROPE_INIT_FUNCTIONS[kind](as_transformers, torch.device("cpu"))
+    except KeyError as error:
+        raise ValueError(f"rope scaling {kind!r} needs {error.args[0]!r}, which is missing") from error
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -319,3 +319,10 @@ def test_a_drafter_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert config == CONFIG
     for name, tensor in drafter(dtype=torch.bfloat16).state_dict().items():
         assert (model.state_dict()[name] == tensor.float()).all()
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=lambda scaling: scaling["rope_type"])
+def test_a_rope_rule_without_its_factor_is_told(scaling: dict[str, Any]) -> None:
+    without = {key: value for key, value in scaling.items() if key != "factor"}
+    with pytest.raises(ValueError, match=f"rope scaling '{scaling['rope_type']}' needs 'factor'"):
+        DraftModel(replace(CONFIG, rope_scaling=without))
