@@ -10,9 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dflash_ops.errors import OpsError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA_VERSION = 1
 
@@ -37,23 +40,45 @@ def note(text: str) -> None:
     print(clean(text), file=sys.stderr, flush=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> None:
-    """A table. Names in `right` are columns of numbers. None is shown as -."""
-    from rich import box
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Iterable[str] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """A table. Names in `right` are columns of numbers. None is shown as -.
+
+    spare: columns that a narrow terminal goes without, the first one first. What still does not fit is folded.
+    """
     from rich.console import Console
+
+    kept, cells = list(columns), [list(row) for row in rows]
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width; nothing is left out or folded there
+        console = Console(width=10_000)
+    shown = _drawn(kept, cells, set(right))
+    for name in spare:
+        if Console(width=10_000).measure(shown).maximum <= console.width:
+            break
+        place = kept.index(name)
+        for row in (kept, *cells):
+            del row[place]
+        shown = _drawn(kept, cells, set(right))
+    console.print(shown)
+
+
+def _drawn(columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: set[str]) -> "Table":
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    numbers = set(right)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        shown.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        drawn.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(Text("-" if cell is None else clean(str(cell))) for cell in row))
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width; nothing is folded there
-        console = Console(width=10_000)
-    console.print(shown)
+        drawn.add_row(*(Text("-" if cell is None else clean(str(cell))) for cell in row))
+    return drawn
 
 
 @contextlib.contextmanager

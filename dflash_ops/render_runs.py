@@ -31,7 +31,9 @@ def show_runs(runs: Sequence[Run]) -> None:
         )
         for run in runs
     ]
-    render.table(columns, rows, right=("STEP", "LOSS", "ACCEPT", "CODE"))
+    render.table(
+        columns, rows, right=("STEP", "LOSS", "ACCEPT", "CODE"), spare=("RELEASE", "CODE", "GPUS", "CHECKPOINT")
+    )
 
 
 def show_started(started: Started) -> None:
@@ -40,7 +42,7 @@ def show_started(started: Started) -> None:
     again = " (it had been started already)" if started.existing else ""
     render.say(f"run {started.run.id} started{again}, release {started.run.release}")
     if started.window:
-        render.say(f"  window: tmux -L dflash attach -t {started.window}, in the container")
+        render.say(f"  window: tmux -L dflash attach -t '={started.window}', in the container")
     if started.run.state.live:
         render.say(f"  follow it: dflash-ops train logs -f {started.run.id}")
     else:
@@ -99,12 +101,13 @@ def show_gpus(status: GpuStatus) -> None:
         )
         for gpu in status.gpus
     ]
-    render.table(columns, rows, right=columns[2:8])
+    render.table(columns, rows, right=columns[2:8], spare=("OF W", "POWER W", "TEMP °C", "IN CONTAINER"))
     by_uuid = {gpu.uuid: gpu for gpu in status.gpus}
     if status.processes:
         columns = ("GPU", "PID", "CONTAINER", "PID THERE", "RUN", "KIND", "MEMORY MiB", "AGE", "COMMAND")
         rows = [_process_row(process, by_uuid.get(process.gpu_uuid), more) for process, more in _gathered(status)]
-        render.table(columns, rows, right=("PID", "PID THERE", "MEMORY MiB", "AGE"))
+        spare = ("PID THERE", "AGE", "COMMAND")
+        render.table(columns, rows, right=("PID", "PID THERE", "MEMORY MiB", "AGE"), spare=spare)
     else:
         render.say("no process holds a GPU")
     if any(process.stale for process in status.processes):

@@ -150,7 +150,7 @@ def _follow(stages: Stages, step: int | None, code: int) -> tuple[Beside, thread
 
     def work() -> None:
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not moving) as progress:
-            task = progress.add_task("")
+            task = progress.add_task("", total=None)
 
             def each(line: str) -> None:
                 found = STEP.search(line)

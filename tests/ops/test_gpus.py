@@ -1,6 +1,7 @@
 """nvidia-smi and /proc, read and joined: on samples from real machines, and on generated input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,18 @@ def test_a_runs_workers_stand_behind_it_and_nothing_else_is_hidden(capsys: pytes
     out = capsys.readouterr().out
     assert "worker1 (+2 workers)" in out and "worker2" not in out and "worker3" not in out
     assert all(f"worker{pid}" in out for pid in (4, 5, 6))
+
+
+def test_a_narrow_terminal_goes_without_columns_and_breaks_no_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    status = gpus.GpuStatus("lab", (), (replace(process(1, RUN, "run", 1056.0), gpu_uuid="GPU-1"),), ())
+    for width, shown, hidden in (
+        ("200", ("PID THERE", "AGE", "worker1"), ()),
+        ("80", (RUN, "MEMORY MiB"), ("PID THERE",)),
+    ):
+        monkeypatch.setenv("COLUMNS", width)
+        render_runs.show_gpus(status)
+        out = capsys.readouterr().out
+        assert all(word in out for word in shown) and not any(word in out for word in hidden)
