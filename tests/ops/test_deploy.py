@@ -14,6 +14,7 @@ from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, UsageFault, VerificationError
 from dflash_ops.release import Manifest, Release
+from dflash_ops.sandbox.session import HOME
 from dflash_ops.shell import Shell
 from dflash_ops.source import Source
 
@@ -198,8 +199,8 @@ def test_an_empty_source(shell: Shell, box: Box, tmp_path: Path) -> None:
 @pytest.fixture
 def bashrc(shell: Shell, box: Box) -> Generator[Callable[[str], None], None, None]:
     """Writes the start file that root's shell on the host reads before each command over ssh."""
-    yield lambda text: void(shell.send(box.host, text.encode(), "/root/.bashrc"))
-    shell.run(box.host, Command(("rm", "-f", "/root/.bashrc")), check=True)
+    yield lambda text: void(shell.send(box.host, text.encode(), f"{HOME}/.bashrc"))
+    shell.run(box.host, Command(("rm", "-f", f"{HOME}/.bashrc")), check=True)
 
 
 def void(_: object) -> None:

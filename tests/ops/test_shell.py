@@ -26,6 +26,7 @@ from dflash_ops.errors import (
     TimedOutError,
     UnreachableError,
 )
+from dflash_ops.sandbox.session import HOME
 from dflash_ops.shell import Shell
 from dflash_ops.staging import staging
 
@@ -204,12 +205,12 @@ def test_a_host_that_is_no_proxmox_host(shell: Shell, container: Container) -> N
     """Neither lxc-attach nor pct on its PATH."""
     host = container.host
     shell.run(host, Command(("sh", "-c", "mkdir /root/few && ln -s /usr/bin/env /usr/bin/sh /root/few")), check=True)
-    shell.send(host, b"PATH=/root/few\n", "/root/.bashrc")
+    shell.send(host, b"PATH=/root/few\n", f"{HOME}/.bashrc")
     try:
         with pytest.raises(PreflightError, match="the host has no pct"):
             shell.run(container, Command(("true",)))
     finally:
-        shell.run(host, Command(("/usr/bin/rm", "-r", "/root/few", "/root/.bashrc")), check=True)
+        shell.run(host, Command(("/usr/bin/rm", "-r", "/root/few", f"{HOME}/.bashrc")), check=True)
 
 
 def test_the_words_of_a_failed_entry_stay_with_us(shell: Shell, container: Container) -> None:

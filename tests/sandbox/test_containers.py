@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sandbox_client import Client, retry_until
 
+from dflash_ops.sandbox.session import HOME
 from dflash_ops.sandbox.state import SandboxState
 
 BOTH = pytest.mark.parametrize("vmid", [200, 201])
@@ -55,7 +56,7 @@ def test_what_shows_of_the_machine_is_read_only_down_to_the_last_mount(client: C
 def test_no_secret_of_the_machine_shows(client: Client, vmid: int, tmp_path: Path) -> None:
     (tmp_path / "secret").touch()
     hidden = ["/etc/shadow", "/etc/ssh", "/etc/ssl/private", "/etc/environment", "/etc/pip.conf", "/etc/pve", "/boot"]
-    hidden += ["/root/.ssh", "/root/.local", str(tmp_path), str(Path(__file__).parent), "/var/lib/sandbox"]
+    hidden += [f"{HOME}/.ssh", f"{HOME}/.local", str(tmp_path), str(Path(__file__).parent), "/var/lib/sandbox"]
     assert client.text(vmid, 'for file; do test -e "$file" && echo "$file"; done; :', *hidden) == ""
     assert client.run(f"test -e {tmp_path} || test -e /etc/shadow || test -e {Path(__file__).parent}").code == 1
     environment = client.inside(vmid, "tr '\\0' '\\n' < /proc/1/environ").text
