@@ -23,6 +23,22 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Sight:
+    """What the blocks of a layer see; as a default everything that training may show.
+
+    window: slot k of a block at anchor a sees only the context tokens after a + k - window (the slot's own place in the
+        document, as SGLang and SpecForge count; others count from the anchor). None: the whole document before a.
+    causal: a slot sees only itself and the slots before it in its block, instead of the whole block.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+EVERYTHING = Sight()
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The blocks of a batch of rows."""
 
@@ -107,7 +123,11 @@ def make_blocks(
     block_size: int,
     mask_token_id: int,
 ) -> Blocks:
-    """The blocks at given anchors: their tokens, positions, and labels confined to the anchor's document."""
+    """The blocks at given anchors: their tokens, positions, and labels confined to the anchor's document.
+
+    What is not to be kept is put at anchor 0, where there is no context to see.
+    """
+    anchors_BN = torch.where(keep_BN, anchors_BN, 0)
     row_tokens = ids_BS.shape[1]
     slots_T = torch.arange(block_size, device=ids_BS.device)
     index_BNT = anchors_BN[..., None] + slots_T
@@ -134,11 +154,11 @@ def make_blocks(
     )
 
 
-def visibility(blocks: Blocks, row_tokens: int) -> Predicate:
+def visibility(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Predicate:
     """The mask as a predicate over queries [0, Q) and keys: first the S context tokens, then the Q block tokens.
 
-    A block sees its document before its anchor, and itself. A slot without an anchor (anchor 0) sees only itself: no
-    query is left with nothing to see.
+    A block sees its document before its anchor, and itself, both as far as `sight` goes. A slot without an anchor
+    (anchor 0) sees only itself: no query is left with nothing to see.
     """
     anchors_BN, starts_BN = blocks.anchors_BN, blocks.starts_BN
     count = anchors_BN.shape[1]
@@ -147,29 +167,52 @@ def visibility(blocks: Blocks, row_tokens: int) -> Predicate:
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # flex rounds the queries up to whole tiles: without the clamp the last ones index out of bounds.
         block = (query // block_size).clamp(max=count - 1)
-        context = (key >= starts_BN[row, block]) & (key < anchors_BN[row, block])
+        anchor = anchors_BN[row, block]
+        context = (key >= starts_BN[row, block]) & (key < anchor)
         own = (key >= row_tokens) & ((key - row_tokens) // block_size == query // block_size)
+        if sight.window is not None:
+            context = context & (key > anchor + query % block_size - sight.window)
+        if sight.causal:
+            own = own & (key - row_tokens <= query)
         return context | own
 
     return seen
 
 
-def dense_mask(blocks: Blocks, row_tokens: int) -> Tensor:
+def dense_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Tensor:
     """The mask written out, [B, 1, Q, S+Q], True = seen: for scaled_dot_product_attention and small shapes."""
     batch, queries = blocks.ids_BQ.shape
     device = blocks.ids_BQ.device
     row = torch.arange(batch, device=device)[:, None, None, None]
     query = torch.arange(queries, device=device)[:, None]
     key = torch.arange(row_tokens + queries, device=device)
-    return visibility(blocks, row_tokens)(row, torch.zeros_like(row), query, key)
+    return visibility(blocks, row_tokens, sight)(row, torch.zeros_like(row), query, key)
 
 
-def tile_mask(blocks: Blocks, row_tokens: int) -> BlockMask:
+def cached_mask(context: int, block_size: int, sight: Sight, device: torch.device) -> Tensor | None:
+    """The mask of one block after `context` cached tokens of its document, [T, context + T]; None: everything is seen.
+
+    The anchor stands at position `context`: decoding begins its document at 0.
+    """
+    if not sight.causal and (sight.window is None or context + block_size - 1 < sight.window):
+        return None
+    slot = torch.arange(block_size, device=device)[:, None]
+    key = torch.arange(context + block_size, device=device)
+    seen = torch.ones(block_size, context + block_size, dtype=torch.bool, device=device)
+    if sight.window is not None:
+        seen &= (key >= context) | (key > context + slot - sight.window)
+    if sight.causal:
+        seen &= key <= context + slot
+    return seen
+
+
+def tile_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> BlockMask:
     """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
 
-    A tile of 128 queries needs the key tiles from its lowest document start to its highest anchor, and those of its own
-    blocks. The key tiles from its highest start to its lowest anchor are seen by every one of its queries: flex skips
-    the predicate there, so forgetting the starts would show a block its neighbours' documents.
+    A tile of 128 queries needs the key tiles from the first context token that any of its blocks sees to its highest
+    anchor, and those of its own blocks. The key tiles between the last of its blocks' first tokens and its lowest
+    anchor are seen by every one of its queries: flex skips the predicate there, so forgetting the documents' starts, or
+    how far a block's last slot sees, would show more than there is to see.
     """
     count, queries = blocks.anchors_BN.shape[1], blocks.ids_BQ.shape[1]
     block_size = queries // count
@@ -189,12 +232,16 @@ def tile_mask(blocks: Blocks, row_tokens: int) -> BlockMask:
     def highest(values_BN: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, values_BN[:, None], 0).amax(-1, keepdim=True)
 
+    # The first context token that a block's first slot sees, and its last slot, whose window begins latest.
+    first_BN = latest_BN = blocks.starts_BN
+    if sight.window is not None:
+        first_BN = first_BN.maximum(blocks.anchors_BN - sight.window + 1)
+        latest_BN = latest_BN.maximum(blocks.anchors_BN + block_size - sight.window)
+
     kept_BIN = touches_IN & blocks.keep_BN[:, None]
     tile_K = torch.arange(key_tiles, device=device)
-    needed_BIK = (tile_K >= lowest(blocks.starts_BN, kept_BIN) // TILE) & (
-        tile_K * TILE < highest(blocks.anchors_BN, kept_BIN)
-    )
-    full_BIK = (tile_K * TILE >= highest(blocks.starts_BN, touches_IN)) & (
+    needed_BIK = (tile_K >= lowest(first_BN, kept_BIN) // TILE) & (tile_K * TILE < highest(blocks.anchors_BN, kept_BIN))
+    full_BIK = (tile_K * TILE >= highest(latest_BN, touches_IN)) & (
         (tile_K + 1) * TILE <= lowest(blocks.anchors_BN, touches_IN)
     )
     own_first_I = (row_tokens + first_block_I * block_size) // TILE
@@ -215,5 +262,5 @@ def tile_mask(blocks: Blocks, row_tokens: int) -> BlockMask:
         *transposed[0],
         *transposed[1],
         BLOCK_SIZE=(TILE, TILE),
-        mask_mod=visibility(blocks, row_tokens),
+        mask_mod=visibility(blocks, row_tokens, sight),
     )

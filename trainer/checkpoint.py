@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.draft import DraftConfig, DraftModel
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig
 from trainer.optim import parameter_names
 from trainer.records import checkpoint_name
 

@@ -1,4 +1,4 @@
-"""The DFlash drafter: config and model, in the z-lab format that transformers, SGLang and vLLM load.
+"""The DFlash drafter, its tensors named as in the z-lab format that transformers, SGLang and vLLM load.
 
 A block of T tokens (the clean anchor token, then T-1 masks) is denoised in one forward. Each layer attends from the
 block's tokens to the context's keys and values, projected from the target's features, and to the block itself, in both
@@ -12,19 +12,17 @@ Shape legend: see features.py. `head_dim` is written D, attention heads A, key/v
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-Number = TypeVar("Number", int, float)
-
-INITIALIZER_RANGE = 0.02  # standard deviation of every fresh linear weight, transformers' default for Qwen3
+from trainer.blocks import cached_mask
+from trainer.draft_config import INITIALIZER_RANGE, DraftConfig
 
 # What may be seen: a boolean tensor [B, 1, Q, S+Q] (True = seen), a flex BlockMask of that shape, or None = everything.
 Attention = Tensor | BlockMask | None
@@ -32,168 +30,6 @@ Attention = Tensor | BlockMask | None
 Rotation = tuple[Tensor, Tensor]
 # Keys and values, each [B, G, tokens, D]; keys are normed and rotated.
 KeyValue = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """What defines a drafter. Sizes are the target's own where the two share something."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    block_size: int  # T: tokens in a block, the anchor included
-    target_layer_ids: tuple[int, ...]  # zero-based: the feature is the residual stream AFTER this layer of the target
-    num_target_layers: int
-    mask_token_id: int
-    max_position_embeddings: int
-    rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = field(default=None)  # transformers' keys: rope_type, factor, ...
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads can't share {self.num_kv_heads} key/value heads")
-        if self.block_size < 2:
-            raise ValueError(f"block_size {self.block_size}: a block needs the anchor and at least one mask")
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers {self.num_layers}: a drafter needs at least one layer")
-        if not self.target_layer_ids:
-            raise ValueError("target_layer_ids is empty: the drafter needs at least one layer of the target")
-        wrong = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
-        if wrong:
-            raise ValueError(f"target_layer_ids {wrong}: the target has layers 0..{self.num_target_layers - 1}")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
-
-    @property
-    def feature_size(self) -> int:
-        """F: the width of a context token's features, all captured layers side by side."""
-        return len(self.target_layer_ids) * self.hidden_size
-
-    def to_json(self) -> dict[str, Any]:
-        """The config.json of the z-lab format; block_size stands in both places that loaders look at."""
-        scaling = None if self.rope_scaling is None else dict(self.rope_scaling)
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-                "block_size": self.block_size,
-            },
-            "is_causal": False,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
-            "max_position_embeddings": self.max_position_embeddings,
-            "layer_types": ["full_attention"] * self.num_layers,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_window_layers": self.num_layers,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "initializer_range": INITIALIZER_RANGE,
-            "dtype": "bfloat16",
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "DraftConfig":
-        """Reads a z-lab config.json, ours or another trainer's.
-
-        Raises ValueError naming the key that is missing, or a feature this model doesn't have.
-        """
-        data = _mapping(data, "it")  # the file may hold any JSON
-        dflash = _mapping(data.get("dflash_config") or {}, "dflash_config")
-
-        def need(key: str, *places: Mapping[str, Any]) -> Any:
-            for place in places or (data,):
-                if place.get(key) is not None:
-                    return place[key]
-            raise ValueError(f"drafter config: {key} is missing")
-
-        def whole(key: str, *places: Mapping[str, Any]) -> int:
-            return _number(int, need(key, *places), key)
-
-        architectures = data.get("architectures") or ["DFlashDraftModel"]
-        if architectures != ["DFlashDraftModel"]:
-            raise ValueError(f"drafter config: architectures {architectures}, expected ['DFlashDraftModel']")
-        if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
-            raise ValueError("drafter config: layer_types other than full_attention are not supported")
-        if data.get("is_causal") or dflash.get("causal"):
-            raise ValueError("drafter config: a causal block is not supported")
-        if data.get("attention_bias"):
-            raise ValueError("drafter config: attention_bias is not supported")
-        parameters = dict(_mapping(data.get("rope_parameters") or data.get("rope_scaling") or {}, "rope_parameters"))
-        theta = parameters.pop("rope_theta", None) or need("rope_theta")
-        scaling = parameters if parameters.get("rope_type", parameters.get("type", "default")) != "default" else None
-        captured = need("target_layer_ids", dflash)
-        if not isinstance(captured, list):
-            raise ValueError(f"drafter config: target_layer_ids {captured!r} is no list")
-        layer_ids = tuple(_number(int, id, "target_layer_ids") for id in cast(list[object], captured))
-        return cls(
-            hidden_size=whole("hidden_size"),
-            intermediate_size=whole("intermediate_size"),
-            num_layers=whole("num_hidden_layers"),
-            num_heads=whole("num_attention_heads"),
-            num_kv_heads=whole("num_key_value_heads"),
-            head_dim=whole("head_dim"),
-            vocab_size=whole("vocab_size"),
-            rms_norm_eps=_number(float, need("rms_norm_eps"), "rms_norm_eps"),
-            block_size=whole("block_size", dflash, data),
-            target_layer_ids=layer_ids,
-            num_target_layers=whole("num_target_layers", data, dflash),
-            mask_token_id=whole("mask_token_id", dflash),
-            max_position_embeddings=whole("max_position_embeddings"),
-            rope_theta=_number(float, theta, "rope_theta"),
-            rope_scaling=scaling,
-        )
-
-
-def _mapping(value: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"drafter config: {name} is no JSON object")
-    return cast(Mapping[str, Any], value)
-
-
-def _number(kind: type[Number], value: object, name: str) -> Number:
-    """The value as that kind of number; an int is also a float, a bool is neither."""
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ValueError(f"drafter config: {name} {value!r} is no {'whole ' if kind is int else ''}number")
-    return kind(value)
-
-
-def default_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """z-lab's rule: evenly spaced from layer 1 to layer L-3, or the middle layer when only one is captured.
-
-    Raises ValueError when the target has too few layers for `count` different ones.
-    """
-    if count == 1:
-        return (num_target_layers // 2,)
-    ids = tuple(round(1 + j * (num_target_layers - 4) / (count - 1)) for j in range(count))
-    if num_target_layers < 4 or len(set(ids)) < count:
-        raise ValueError(
-            f"a target of {num_target_layers} layers has no {count} layers between its 2nd and its 3rd last"
-        )
-    return ids
 
 
 class RMSNorm(nn.Module):
@@ -348,6 +184,11 @@ class DraftCache:
     def __init__(self) -> None:
         self._layers: list[KeyValue] = []
 
+    @property
+    def length(self) -> int:
+        """Context tokens held, from position 0 on."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
     def extend(self, layer: int, new: KeyValue) -> KeyValue:
         """Appends a layer's new context keys and values; returns all of them."""
         if layer == len(self._layers):
@@ -368,6 +209,7 @@ class DraftModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer_sights = config.layer_sights  # worked out here: the compiled forward reads plain numbers
         self.rotary = Rotary(config)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -379,18 +221,19 @@ class DraftModel(nn.Module):
         embeds_BQH: Tensor,
         context_positions_BS: Tensor,
         block_positions_BQ: Tensor,
-        attention: Attention,
+        attention: tuple[Attention, ...],
     ) -> Tensor:
-        """Training: all blocks of a row side by side. `attention` is over the S context keys, then the Q block keys.
+        """Training: all blocks of a row side by side.
 
+        attention: one for each of `config.sights`, over the S context keys, then the Q block keys.
         features_BSF: the target's features; embeds_BQH: the target's embedding of the blocks' tokens.
         Returns the hidden states [B, Q, H] that the target's head turns into logits.
         """
         context = self.hidden_norm(self.fc(features_BSF))
         context_rotation, rotation = self.rotary(context_positions_BS), self.rotary(block_positions_BQ)
         x = embeds_BQH
-        for layer in cast("list[DraftLayer]", self.layers):
-            x = layer(x, rotation, layer.self_attn.key_value(context, context_rotation), attention)
+        for layer, sight in zip(cast("list[DraftLayer]", self.layers), self.layer_sights, strict=True):
+            x = layer(x, rotation, layer.self_attn.key_value(context, context_rotation), attention[sight])
         return self.norm(x)
 
     def forward_cached(self, features_new: Tensor, embeds: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
@@ -399,11 +242,13 @@ class DraftModel(nn.Module):
         features_new: [B, new, F] (new may be 0 once the cache holds something); embeds: [B, T, H];
         positions: [B, new + T], first those of the new context tokens, then the block's. Returns [B, T, H].
         """
-        new = features_new.shape[1]
+        new, block_size = features_new.shape[1], embeds.shape[1]
+        sights = self.config.sights
+        attention = [cached_mask(cache.length + new, block_size, sight, embeds.device) for sight in sights]
         context = self.hidden_norm(self.fc(features_new))
         context_rotation, rotation = self.rotary(positions[:, :new]), self.rotary(positions[:, new:])
         x = embeds
         for index, layer in enumerate(cast("list[DraftLayer]", self.layers)):
             held = cache.extend(index, layer.self_attn.key_value(context, context_rotation))
-            x = layer(x, rotation, held, None)
+            x = layer(x, rotation, held, attention[self.layer_sights[index]])
         return self.norm(x)

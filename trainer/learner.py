@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
-from trainer.draft import DraftConfig, DraftModel
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Weighting, blocks_loss, chunk_loss
 from trainer.target import TargetModel
@@ -87,7 +88,8 @@ class Learner:
         blocks = batch.blocks
         row_tokens = batch.positions_BS.shape[1]
         on_gpu = self.device.type == "cuda"
-        attention = tile_mask(blocks, row_tokens) if on_gpu else dense_mask(blocks, row_tokens)
+        mask = tile_mask if on_gpu else dense_mask
+        attention = tuple(mask(blocks, row_tokens, sight) for sight in self.model.config.sights)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             hidden_BQH = self._forward(
                 batch.features_BSF, batch.embeds_BQH, batch.positions_BS, blocks.positions_BQ, attention

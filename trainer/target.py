@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.draft import DraftConfig
+from trainer.draft_config import DraftConfig
 
 FAMILIES = ("llama", "qwen3")
 SCALED_FAMILIES = ("gemma", "granite", "cohere")

@@ -28,7 +28,8 @@ from trainer.checkpoint import (
 )
 from trainer.config import TrainConfig, default_gamma
 from trainer.data import Documents, read_documents
-from trainer.draft import DraftConfig, DraftModel, default_target_layer_ids
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig, default_target_layer_ids
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.journal import Clock, Journal, now

@@ -178,7 +178,7 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     saved = save_checkpoint(tmp_path, model, optimizer, at(1), keep=1)
-    other = DraftModel(replace(CONFIG, num_layers=3, mask_token_id=5))
+    other = DraftModel(replace(CONFIG, num_layers=3, layer_types=(), mask_token_id=5))
     with pytest.raises(CheckpointError, match="its num_layers is 2, wanted 3, its mask_token_id is 127, wanted 5"):
         load_checkpoint(saved, other, make_optimizer(other, lr=1.0, weight_decay=0))
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from trainer.blocks import Blocks, dense_mask, make_blocks
 from trainer.data import Document, make_row
-from trainer.draft import DraftCache, DraftConfig, DraftModel, default_target_layer_ids
+from trainer.draft import DraftCache, DraftModel
+from trainer.draft_config import DraftConfig, default_target_layer_ids
 from trainer.feed import row_batch
 
 CONFIG = DraftConfig(
@@ -83,7 +84,7 @@ class Given:
         blocks = self.blocks()
         mask = dense_mask(blocks, self.ids.shape[1])
         embeds = F.embedding(blocks.ids_BQ, self.table)
-        hidden = model(self.features, embeds, self.positions, blocks.positions_BQ, mask)
+        hidden = model(self.features, embeds, self.positions, blocks.positions_BQ, (mask,))
         return hidden[0].unflatten(0, (len(self.anchors), -1))
 
 
@@ -92,7 +93,7 @@ class Given:
 
 @pytest.mark.parametrize("layers", [1, 5])
 def test_the_tensors_are_the_formats_and_no_others(layers: int) -> None:
-    names = set(DraftModel(replace(CONFIG, num_layers=layers)).state_dict())
+    names = set(DraftModel(replace(CONFIG, num_layers=layers, layer_types=())).state_dict())
     own = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm"]
     own += ["self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     own += ["input_layernorm", "post_attention_layernorm"]
@@ -238,7 +239,7 @@ def test_slots_of_a_block_see_each_other_both_ways() -> None:
     mask = dense_mask(blocks, 24)
 
     def run(embeds: Tensor) -> Tensor:
-        return model(given.features, embeds, given.positions, blocks.positions_BQ, mask)[0]
+        return model(given.features, embeds, given.positions, blocks.positions_BQ, (mask,))[0]
 
     before = run(embeds)
     for slot in range(4):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from trainer.blocks import dense_mask, whole_tiles
 from trainer.data import Document, Row, make_row
-from trainer.draft import DraftConfig, DraftModel
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
@@ -53,7 +54,7 @@ def hidden(learner: Learner, batch: FeatureBatch) -> Tensor:
     """[N, T, H] of the first row."""
     blocks = batch.blocks
     mask = dense_mask(blocks, batch.positions_BS.shape[1])
-    out = learner.model(batch.features_BSF, batch.embeds_BQH, batch.positions_BS, blocks.positions_BQ, mask)
+    out = learner.model(batch.features_BSF, batch.embeds_BQH, batch.positions_BS, blocks.positions_BQ, (mask,))
     return out[0].unflatten(0, (blocks.anchors_BN.shape[1], -1)).detach()
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import dflash_ops
 from trainer.checkpoint import load_drafter
-from trainer.draft import DraftCache, DraftConfig, DraftModel
+from trainer.draft import DraftCache, DraftModel
+from trainer.draft_config import DraftConfig
 from trainer.evaluate import measure, read_prompts, summary
 from trainer.speculate import Decoded, compare, decode_plain, decode_speculative, matches
 from trainer.target import KeyValueCache, TargetModel, load_target
