@@ -1,4 +1,4 @@
-"""Writes the records of a run: status.json, metrics.jsonl, and a line of log for each logged step."""
+"""Writes the records of a run: status.json, metrics.jsonl, TensorBoard's events, a line of log for each logged step."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.events import Events
 from trainer.records import SCHEMA_VERSION, RunDir, Status, StepRecord, read_metrics, read_status
+
+HELDOUT = ("heldout_loss", "heldout_accept", "heldout_cycle_accept")
 
 
 class Journal:
@@ -14,6 +17,7 @@ class Journal:
 
     def __init__(self, run_dir: RunDir, total_steps: int, say: Callable[[str], None]) -> None:
         self._run_dir, self._say = run_dir, say
+        self._events = Events(run_dir.events, say)
         run_dir.path.mkdir(parents=True, exist_ok=True)
         self.status = Status(state="starting", step=0, total_steps=total_steps, updated_at=now())
         # A run started again: until it resumes, what it had reached is still the truth.
@@ -26,38 +30,45 @@ class Journal:
         self.status = Status.model_validate({**self.status.model_dump(), **changes, "updated_at": now()})
         replace_file(self._run_dir.status, self.status.model_dump_json(indent=2).encode())
 
-    def resume(self, step: int, first_loss: float | None, checkpoint: str | None) -> None:
+    def resume(self, step: int, first_loss: float | None, checkpoint: str | None, skipped: int = 0) -> None:
         """Goes on after `step`: records of later steps, and a torn last line, go away, since these steps come again."""
         kept: list[StepRecord] = []
         if self._run_dir.metrics.exists():
             kept = [r for r in read_metrics(self._run_dir.metrics.read_bytes()) if r.step <= step]
             replace_file(self._run_dir.metrics, b"".join(_line(record) for record in kept))
+        self._events.resume(step)
         last = kept[-1] if kept else None
+        learned = next((record for record in reversed(kept) if record.loss is not None), None)
         measured = next((record for record in reversed(kept) if record.heldout_loss is not None), None)
         self.update(
             step=step,
             first_loss=first_loss,
             checkpoint=checkpoint,
-            loss=last and last.loss,
-            accept=last and last.accept,
+            loss=learned and learned.loss,
+            accept=learned and learned.accept,
             tokens_per_s=last and last.tokens_per_s,
             heldout_loss=measured and measured.heldout_loss,
             heldout_accept=measured and measured.heldout_accept,
+            heldout_cycle_accept=measured and measured.heldout_cycle_accept,
+            skipped=skipped,
         )
 
     def record(self, record: StepRecord) -> None:
-        """Appends a step's figures to metrics.jsonl, brings status.json up to date, prints the line."""
+        """Appends a step's figures to metrics.jsonl and the events, brings status.json up to date, prints the line."""
         with self._run_dir.metrics.open("ab") as file:
             file.write(_line(record))
-        measured = {"heldout_loss": record.heldout_loss, "heldout_accept": record.heldout_accept}
+        self._events.write(record)
+        # A skipped step has no figures: those of the last one that was learned from stay.
+        learned = {"loss": record.loss, "accept": record.accept} if record.loss is not None else {}
+        heldout = {name: getattr(record, name) for name in HELDOUT} if record.heldout_loss is not None else {}
         self.update(
             state="training",
             step=record.step,
-            loss=record.loss,
             first_loss=record.loss if self.status.first_loss is None else self.status.first_loss,
-            accept=record.accept,
             tokens_per_s=record.tokens_per_s,
-            **(measured if record.heldout_loss is not None else {}),
+            skipped=record.skipped,
+            **learned,
+            **heldout,
         )
         self._say(step_line(record, self.status.total_steps))
 
@@ -85,13 +96,21 @@ class Clock:
 
 def step_line(record: StepRecord, total_steps: int) -> str:
     """The log's line for a step."""
-    line = (
-        f"step {record.step}/{total_steps} loss {record.loss:.4f} accept {record.accept:.2f} "
-        f"lr {record.lr:.1e} {record.tokens_per_s:.0f} tok/s"
-    )
+    line = f"step {record.step}/{total_steps} "
+    if record.loss is None:
+        line += f"skipped ({record.skipped} so far): its loss or gradient is not finite, "
+    else:
+        line += f"loss {record.loss:.4f} accept {_figure(record.accept)} "
+    line += f"lr {record.lr:.1e} {record.tokens_per_s:.0f} tok/s"
     if record.heldout_loss is not None:
-        line += f" | held-out loss {record.heldout_loss:.4f} accept {record.heldout_accept:.2f}"
+        line += f" | held-out loss {record.heldout_loss:.4f} accept {_figure(record.heldout_accept)}"
+    if record.heldout_cycle_accept is not None:
+        line += f", {record.heldout_cycle_accept:.2f} a cycle"
     return line
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def now() -> str:

@@ -64,6 +64,10 @@ class Channel(Generic[T]):
             self._closed = True
             self._changed.notify_all()
 
+    def __len__(self) -> int:
+        """Items that wait."""
+        return len(self._items)
+
     def __iter__(self) -> Iterator[T]:
         try:
             while True:
@@ -112,6 +116,10 @@ class Pipeline(Generic[T]):
             with self._lock:
                 self._error = self._error or error
             self._close()
+
+    def depths(self) -> dict[str, int]:
+        """How many items each thread has made that nobody has taken yet, by the thread's name."""
+        return {thread.name: len(channel) for thread, channel in zip(self._threads, self._channels, strict=True)}
 
     def _close(self) -> None:
         for channel in self._channels:

@@ -27,14 +27,18 @@ class Status(Record):
     """Steps done."""
     total_steps: int
     loss: float | None = None
-    """Training loss of the last logged step."""
+    """Training loss of the last logged step that was not skipped."""
     first_loss: float | None = None
-    """Training loss of the first logged step of the whole training, resumed parts included."""
+    """Training loss of the first such step of the whole training, resumed parts included."""
     accept: float | None = None
-    """Acceptance length of the last logged step, teacher-forced over the sampled anchors, bonus token included."""
+    """Acceptance length of that step, teacher-forced over the sampled anchors, bonus token included."""
     heldout_loss: float | None = None
     heldout_accept: float | None = None
-    """The same two on the held-out data, at their last measurement."""
+    """The same two over all anchors of the held-out data, at their last measurement."""
+    heldout_cycle_accept: float | None = None
+    """Acceptance length of a walk through the held-out answers in decoding's cycles, at that measurement."""
+    skipped: int = 0
+    """Steps of the whole training that changed nothing, because their loss or gradient was not finite."""
     tokens_per_s: float | None = None
     """Tokens per second since the record before (tokens as in StepRecord)."""
     checkpoint: str | None = None
@@ -51,25 +55,37 @@ class StepRecord(Record):
     schema_version: int = SCHEMA_VERSION
     step: int
     """1 for the first."""
-    loss: float
-    accuracy: float
+    loss: float | None = None
+    """None, as accuracy, accept and grad_norm, for a step that was skipped: its loss or gradient was not finite."""
+    accuracy: float | None = None
     """Share of supervised slots whose best token is the label."""
-    accept: float
+    accuracy_by_slot: tuple[float | None, ...] | None = None
+    """The same for each slot of a block, from the one behind the anchor on; None for a slot that had no label."""
+    accept: float | None = None
     """Acceptance length, teacher-forced over the sampled anchors, bonus token included: 1 to block."""
     lr: float
-    grad_norm: float
+    grad_norm: float | None = None
     """Norm of the whole gradient before clipping."""
+    skipped: int = 0
+    """Steps skipped so far, this one included."""
     tokens: int
     """Tokens of conversations, prompts included and padding not, that this step's rows held."""
     tokens_per_s: float
     """Such tokens per second, over the steps since the record before."""
+    queues: dict[str, int] | None = None
+    """Batches that each thread of the pipeline has made and nobody has taken yet."""
+    memory_mib: float | None = None
+    """Most memory used so far: allocated by torch on the GPU; on the CPU the process's resident set."""
     seconds: float
     """Since this process began to train."""
     time: str
     """RFC 3339, UTC."""
     heldout_loss: float | None = None
     heldout_accept: float | None = None
-    """Of the held-out data, when it was measured after this step."""
+    """Over all anchors of the held-out data, when it was measured after this step; acceptance teacher-forced."""
+    heldout_cycle_accept: float | None = None
+    """Tokens a cycle of a walk through the held-out answers (a -> a + accepted + 1), bonus token included: what
+    decoding reaches where the answers are the target's own greedy ones."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,14 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def prepared(self) -> Path:
+        return self.path / "prepared"
 
     @property
     def checkpoints(self) -> Path:

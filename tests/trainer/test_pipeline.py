@@ -47,6 +47,18 @@ def test_the_source_runs_ahead_by_the_depth_and_no_further() -> None:
     assert not workers()
 
 
+def test_its_depths_say_what_waits_where() -> None:
+    with Pipeline[int](range(20), [("double", int)], depth=2) as results:
+        taken = list(islice(results, 3))
+        # Nobody takes more: both queues fill up, and each thread holds one item that it can't put away.
+        end = time.monotonic() + 30
+        while results.depths() != {"source": 2, "double": 2}:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert list(results) == list(range(len(taken), 20))
+        assert results.depths() == {"source": 0, "double": 0}
+
+
 @pytest.mark.parametrize("where", ["source", "first", "last"])
 def test_the_first_error_reaches_the_caller_and_everything_stops(where: str) -> None:
     def source() -> Iterator[int]:
