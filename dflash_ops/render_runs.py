@@ -20,7 +20,7 @@ def show_runs(runs: Sequence[Run]) -> None:
         (
             run.id,
             run.state.value,
-            run.status and f"{run.status.step}/{run.status.total_steps}",
+            run.progress,
             figure(run.status and run.status.loss, 3),
             figure(run.status and run.status.accept, 2),
             run.checkpoints[-1] if run.checkpoints else None,
@@ -64,6 +64,11 @@ def show_run(run: Run) -> None:
     if run.status and run.status.loss is not None:
         accept = f", acceptance length {run.status.accept:.2f}" if run.status.accept is not None else ""
         render.say(f"  loss {run.status.loss:.4f}{accept}")
+    if run.status and run.status.heldout_loss is not None:
+        accept = f", acceptance length {run.status.heldout_accept:.2f}" if run.status.heldout_accept is not None else ""
+        cycle = run.status.heldout_cycle_accept
+        walked = f", {cycle:.2f} tokens a cycle" if cycle is not None else ""
+        render.say(f"  held out: loss {run.status.heldout_loss:.4f}{accept}{walked}")
     if run.checkpoints:
         render.say(f"  newest checkpoint {run.checkpoints[-1]}")
     if run.status and run.status.error:

@@ -104,9 +104,17 @@ class Run:
             return self.code
         return self.exit_code
 
+    @property
+    def progress(self) -> str | None:
+        """Steps done of all, and how many of them changed nothing."""
+        if self.status is None:
+            return None
+        skipped = f" ({self.status.skipped} skipped)" if self.status.skipped else ""
+        return f"{self.status.step}/{self.status.total_steps}{skipped}"
+
     def verdict(self) -> str:
         """One line on how the run stands."""
-        step = f" at step {self.status.step}/{self.status.total_steps}" if self.status else ""
+        step = f" at step {self.progress}" if self.status else ""
         match self.state:
             case RunState.STARTING | RunState.RUNNING:
                 return f"run {self.id} is {self.state}{step}"

@@ -74,6 +74,36 @@ def test_what_the_facts_mean(more: dict[str, Any], state: RunState, exit_code: i
     render_runs.show_run(run)
 
 
+def test_skipped_steps_are_told_wherever_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs.run_of(facts(status={**STATUS, "skipped": 2}, supervisor_alive=True))
+    assert run.verdict() == f"run {run.id} is running at step 7/10 (2 skipped)"
+    assert run.to_json()["status"]["skipped"] == 2
+    render_runs.show_runs([run])
+    assert "7/10 (2 skipped)" in capsys.readouterr().out
+    # The trainer of an earlier release counts none.
+    assert runs.run_of(facts(supervisor_alive=True)).progress == "7/10"
+
+
+def test_figures_are_shown_as_far_as_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    held = {"heldout_loss": 4.5, "heldout_accept": 1.25}
+    expected = {
+        (): [],
+        ("loss",): ["loss 3.0000"],
+        ("loss", "accept"): ["loss 3.0000, acceptance length 1.50"],
+        ("heldout_loss", "heldout_accept"): ["held out: loss 4.5000, acceptance length 1.25"],
+        ("heldout_loss", "heldout_accept", "heldout_cycle_accept"): [
+            "held out: loss 4.5000, acceptance length 1.25, 1.75 tokens a cycle"
+        ],
+    }
+    figures = {"loss": 3.0, "accept": 1.5, "heldout_cycle_accept": 1.75, **held}
+    for names, lines in expected.items():
+        run = runs.run_of(facts(status={**STATUS, **{name: figures[name] for name in names}}, checkpoints=[]))
+        render_runs.show_runs([run])
+        capsys.readouterr()
+        render_runs.show_run(run)
+        assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == lines
+
+
 def test_missing_and_newer_records_are_no_error() -> None:
     bare = runs.run_of(facts(run={}, status={"state": "a newer word"}, exit={}))
     assert (bare.release, bare.status, bare.code, bare.state) == (None, None, None, RunState.FAILED)
