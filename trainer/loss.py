@@ -1,6 +1,21 @@
 """Head and loss of a batch of blocks, in chunks: the logits of all blocks never exist at one time. Shapes: features.py.
 
-Sums and their normaliser are returned apart, so that several forwards, devices and hosts can add up before dividing.
+Slot k of a block at anchor a predicts token a + k. A step's loss is
+
+    sum over supervised slots of weight * slot loss / normaliser
+
+with the weights and normaliser of a Weighting and the slot loss of an Objective. Sums and normaliser are returned
+apart, so that several forwards, devices and hosts can add up before dividing: a D-PACE step whose parts were divided
+each by its own count would depend on how it was cut.
+
+The objectives, with q the drafter's distribution over the whole vocabulary and p the target's at the same place:
+
+    cross-entropy  -log q(data token): the hard label
+    kl             KL(p || q) = sum p (log p - log q)
+    tv             total variation, 1 - sum min(p, q): the chance that a token drafted from q is rejected
+
+The soft ones need the target's final hidden states (the teacher); p is made of them chunk by chunk with the same head.
+tv's gradient vanishes with q where the drafter is surely wrong, so that it learns little from fresh weights.
 """
 
 # torch leaves `split` and `Function.apply` partly untyped.
@@ -13,14 +28,20 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+Objective = Literal["cross-entropy", "kl", "tv"]
+
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each predicted slot counts.
+    """How much each predicted slot counts, whatever its objective.
 
-    exp-decay: exp(-(k-1)/gamma) for slot k; normaliser: the sum of the weights.
-    d-pace: how much slot k adds to the expected accepted length, from the drafter's own probabilities (2605.18810);
-    normaliser: the number of supervised slots.
+    exp-decay (arXiv 2602.06036, DFlash): slot k counts exp(-(k-1)/gamma), gamma 7, 5, 4 for blocks of 16, 10, 8.
+    Normaliser: the sum of the weights (as SpecForge).
+
+    d-pace (arXiv 2605.18810): slot k counts what it adds to the expected accepted length. With q_i the drafter's chance
+    of the data token in slot i, s_i = (1 - alpha) q_i + alpha (1 where not supervised) and P_j = s_1 ... s_j, it counts
+    the sum of P_j over the supervised slots j >= k; alpha 0.5. Normaliser: the number of supervised slots (as
+    speculators; SpecForge's is the number of sequences, with which the loss grows with the anchors drawn).
     """
 
     kind: Literal["exp-decay", "d-pace"]
@@ -45,12 +66,12 @@ class Weighting:
 class LossTerms:
     """Sums over blocks; add the terms of parts, then read the ratios."""
 
-    loss_sum: Tensor  # weighted cross entropy; its gradient reaches `hidden`
+    loss_sum: Tensor  # weighted slot losses; its gradient reaches `hidden`
     normaliser: Tensor
-    correct_P: Tensor  # supervised slots whose best token is the label
+    correct_P: Tensor  # supervised slots whose best token is the data's, in slot 1, 2, ... of all blocks
     supervised_P: Tensor
     accepted: Tensor  # over blocks: 1 (the bonus token) + leading correct slots
-    blocks: Tensor
+    blocks: Tensor  # how many; those without an anchor don't count
 
     def __add__(self, other: "LossTerms") -> "LossTerms":
         return LossTerms(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -59,38 +80,84 @@ class LossTerms:
         return LossTerms(*(cast(Tensor, getattr(self, f.name)).detach() for f in fields(self)))
 
     def figures(self) -> Tensor:
-        """[3] loss, accuracy, acceptance length, still on the device, so that reading can wait. nan without a block."""
+        """[3] loss, accuracy, acceptance length, still on the device, so that reading can wait. nan without a block.
+
+        loss: nats (tv: a chance), comparable only under one weighting and objective. accuracy: share of supervised
+        slots whose best token is the data's. acceptance length: mean over blocks of 1 + leading correct slots: what a
+        decoding cycle from that anchor would give, if the target chose the data's tokens; 1 to T. It is the mean over
+        the anchors that were drawn, where a decoder visits a token behind each cycle only (acceptance.py).
+        """
         accuracy = self.correct_P.sum() / self.supervised_P.sum()
         return torch.stack((self.loss_sum / self.normaliser, accuracy, self.accepted / self.blocks)).float()
 
 
-# hidden [M, P, H], head [V, H], labels [M, P], mask [M, P], weighting, gradient wanted
-#   -> loss sum, normaliser, correct [M, P], gradient of the loss sum to hidden (or empty)
-ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Weighting, bool], tuple[Tensor, Tensor, Tensor, Tensor]]
+# hidden [M, P, H], head [V, H], labels [M, P], mask [M, P], teacher [M, P, H] or None, weighting, objective, gradient
+# wanted -> loss sum, normaliser, correct [M, P], gradient of the loss sum to hidden (or empty)
+ChunkLoss = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Weighting, Objective, bool], tuple[Tensor, Tensor, Tensor, Tensor]
+]
+
+
+def logits_of(hidden_MPH: Tensor, head_VH: Tensor) -> Tensor:
+    """[M, P, V], float32 or wider."""
+    # Products of two axes, not three: else they become one for each block, which reads the whole head each time.
+    logits = hidden_MPH.to(head_VH.dtype).flatten(0, 1) @ head_VH.T
+    return (logits if logits.dtype == torch.float64 else logits.float()).view(*hidden_MPH.shape[:2], -1)
 
 
 def chunk_loss(
-    hidden_MPH: Tensor, head_VH: Tensor, labels_MP: Tensor, mask_MP: Tensor, weighting: Weighting, wants_grad: bool
+    hidden_MPH: Tensor,
+    head_VH: Tensor,
+    labels_MP: Tensor,
+    mask_MP: Tensor,
+    teacher_MPH: Tensor | None,
+    weighting: Weighting,
+    objective: Objective,
+    wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss of some whole blocks, and at once its gradient: the logits needn't be kept or made again for it."""
-    # Products of two axes, not three: else they become one for each block, which reads the whole head each time.
-    logits = hidden_MPH.to(head_VH.dtype).flatten(0, 1) @ head_VH.T
-    logits_MPV = (logits if logits.dtype == torch.float64 else logits.float()).view(*labels_MP.shape, -1)
+    """The loss of some whole blocks, and at once its gradient: the logits needn't be kept or made again for it.
+
+    Gradients to the logits are sums of nearly equal numbers where the drafter is sure. They are subtracted before they
+    are rounded to the head's type: rounding p or q first would leave nothing but its error.
+    """
+    logits_MPV = logits_of(hidden_MPH, head_VH)
     total_MP = logits_MPV.logsumexp(dim=-1)
     label_logit_MP = logits_MPV.gather(-1, labels_MP[..., None]).squeeze(-1)
     cross_entropy_MP = (total_MP - label_logit_MP) * mask_MP
     weights_MP = weighting.weights(cross_entropy_MP, mask_MP)
     correct_MP = (logits_MPV.argmax(dim=-1) == labels_MP) & mask_MP
-    loss_sum, normaliser = (weights_MP * cross_entropy_MP).sum(), weighting.normaliser(weights_MP, mask_MP)
+    if teacher_MPH is None:
+        slot_MP = cross_entropy_MP
+        # Comparing with the label instead of scattering: compiled, all of it becomes one kernel.
+        is_label_MPV = torch.arange(head_VH.shape[0], device=labels_MP.device) == labels_MP[..., None]
+        grad_MPV = torch.exp(logits_MPV - total_MP[..., None]) - is_label_MPV.to(total_MP.dtype)
+    else:
+        slot_MP, grad_MPV = soft_loss(logits_MPV, logits_of(teacher_MPH, head_VH), objective)
+    loss_sum, normaliser = (weights_MP * slot_MP * mask_MP).sum(), weighting.normaliser(weights_MP, mask_MP)
     if not wants_grad:
         return loss_sum, normaliser, correct_MP, hidden_MPH.new_empty(0)
-    # d cross entropy / d logits = softmax - one-hot of the label. Subtracted before it is rounded to the head's type:
-    # where the drafter is sure (p near 1) little is left, and rounding p first would leave nothing but its error.
-    # Comparing with the label instead of scattering: compiled, all of it becomes one kernel.
-    is_label_MPV = torch.arange(head_VH.shape[0], device=labels_MP.device) == labels_MP[..., None]
-    grad_MPV = (torch.exp(logits_MPV - total_MP[..., None]) - is_label_MPV.to(total_MP.dtype)) * weights_MP[..., None]
-    grad_MPH = grad_MPV.to(head_VH.dtype).flatten(0, 1) @ head_VH
+    grad_MPH = (grad_MPV * weights_MP[..., None]).to(head_VH.dtype).flatten(0, 1) @ head_VH
     return loss_sum, normaliser, correct_MP, grad_MPH.view_as(hidden_MPH).to(hidden_MPH.dtype)
+
+
+def soft_loss(logits_MPV: Tensor, teacher_MPV: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """The distance of the drafter's distribution q from the target's p in each slot, and its gradient to the logits.
+
+    kl: d/dz_j sum_v p_v (log p_v - log q_v) = q_j - p_j.
+    tv: 1 - sum min(p, q) is the sum of p - q over where q < p. With dq_v/dz_j = q_v ([v = j] - q_j) its gradient is
+    -q_j ([q_j < p_j] - below), where `below` is the sum of q over where q < p. 1 - below is summed by itself, from the
+    other places: as a difference it would be lost where `below` is near 1.
+    """
+    log_q_MPV = logits_MPV - logits_MPV.logsumexp(dim=-1, keepdim=True)
+    log_p_MPV = teacher_MPV - teacher_MPV.logsumexp(dim=-1, keepdim=True)
+    q_MPV, p_MPV = log_q_MPV.exp(), log_p_MPV.exp()
+    if objective == "kl":
+        return (p_MPV * (log_p_MPV - log_q_MPV)).sum(dim=-1), q_MPV - p_MPV
+    is_below_MPV = q_MPV < p_MPV
+    below_MP = torch.where(is_below_MPV, q_MPV, 0.0).sum(dim=-1)
+    above_MP = torch.where(is_below_MPV, 0.0, q_MPV).sum(dim=-1)
+    distance_MP = (p_MPV - q_MPV).clamp(min=0.0).sum(dim=-1)
+    return distance_MP, q_MPV * torch.where(is_below_MPV, -above_MP[..., None], below_MP[..., None])
 
 
 class _WithGradient(torch.autograd.Function):
@@ -116,35 +183,79 @@ def blocks_loss(
     weighting: Weighting,
     chunk_blocks: int,
     chunk: ChunkLoss = chunk_loss,
+    *,
+    teacher_BNPH: Tensor | None = None,
+    objective: Objective = "cross-entropy",
 ) -> LossTerms:
     """The loss of all blocks, slot 0 left out. `chunk` may be a compiled chunk_loss.
 
-    hidden_BNTH: the drafter's output, [B, N, T, H]; head_VH: the target's head, frozen.
+    hidden_BNTH: the drafter's output, [B, N, T, H]; head_VH: the target's head, frozen. teacher_BNPH: what the target's
+    head reads at token a + k - 1 for slot k = 1..P, its final norm done; only the soft objectives need it.
     """
+    terms, _ = loss_and_accepted(
+        hidden_BNTH,
+        head_VH,
+        labels_BNP,
+        label_mask_BNP,
+        keep_BN,
+        weighting,
+        chunk_blocks,
+        chunk,
+        teacher_BNPH=teacher_BNPH,
+        objective=objective,
+    )
+    return terms
+
+
+def loss_and_accepted(
+    hidden_BNTH: Tensor,
+    head_VH: Tensor,
+    labels_BNP: Tensor,
+    label_mask_BNP: Tensor,
+    keep_BN: Tensor,
+    weighting: Weighting,
+    chunk_blocks: int,
+    chunk: ChunkLoss = chunk_loss,
+    *,
+    teacher_BNPH: Tensor | None = None,
+    objective: Objective = "cross-entropy",
+) -> tuple[LossTerms, Tensor]:
+    """As blocks_loss, with each block's accepted slots, [B, N]: leading supervised slots whose best token is the label.
+
+    LossTerms.accepted is their sum over the kept blocks, and 1 more for each.
+    """
+    soft = objective != "cross-entropy"
+    if soft and teacher_BNPH is None:
+        raise ValueError(f"objective {objective!r} needs the target's final hidden states, and none were given")
     wants_grad = torch.is_grad_enabled() and hidden_BNTH.requires_grad
     hidden_MPH = hidden_BNTH[:, :, 1:].flatten(0, 1)
     labels_MP, mask_MP = labels_BNP.flatten(0, 1), label_mask_BNP.flatten(0, 1)
     with torch.no_grad():
+        hiddens = hidden_MPH.detach().split(chunk_blocks)
+        teachers = teacher_BNPH.flatten(0, 1).split(chunk_blocks) if soft and teacher_BNPH is not None else None
         parts = [
-            chunk(hidden, head_VH, labels, mask, weighting, wants_grad)
-            for hidden, labels, mask in zip(
-                hidden_MPH.detach().split(chunk_blocks),
+            chunk(hidden, head_VH, labels, mask, teacher, weighting, objective, wants_grad)
+            for hidden, labels, mask, teacher in zip(
+                hiddens,
                 labels_MP.split(chunk_blocks),
                 mask_MP.split(chunk_blocks),
+                teachers or [None] * len(hiddens),
                 strict=True,
             )
         ]
         loss_sums, normalisers, corrects, grads = zip(*parts, strict=True)
         loss_sum = torch.stack(loss_sums).sum()
         correct_MP = torch.cat(corrects)
+        accepted_M = correct_MP.int().cumprod(dim=1).sum(1)
     if wants_grad:
         loss_sum = cast(Tensor, _WithGradient.apply(hidden_MPH, loss_sum, torch.cat(grads)))
     keep_M = keep_BN.flatten()
-    return LossTerms(
+    terms = LossTerms(
         loss_sum=loss_sum,
         normaliser=torch.stack(normalisers).sum(),
         correct_P=correct_MP.sum(0),
         supervised_P=mask_MP.sum(0),
-        accepted=((1 + correct_MP.int().cumprod(dim=1).sum(1)) * keep_M).sum(),
+        accepted=((1 + accepted_M) * keep_M).sum(),
         blocks=keep_M.sum(),
     )
+    return terms, accepted_M.view_as(keep_BN)
