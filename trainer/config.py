@@ -53,6 +53,26 @@ class DraftSection(Section):
     """Captured layers, zero-based: the feature is the residual stream after that layer (z-lab's ids)."""
     mask_token_id: int | None = Field(default=None, ge=0)
     """Token that stands for "not known yet"; must not occur in the data. None: the target's own choice."""
+    sliding_window: int | None = Field(default=None, ge=2)
+    """Context tokens before a slot that the sliding layers see, at least the block's size. None: no layer slides."""
+    sliding_layers: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    """Layers of the drafter that slide, zero-based. None: all, when there is a sliding_window."""
+    causal: bool = False
+    """Slots of a block see no later ones. Older servers don't know such drafters: false is what all load alike."""
+
+    @model_validator(mode="after")
+    def _whole_windows(self) -> "DraftSection":
+        if self.sliding_window is None:
+            if self.sliding_layers is not None:
+                raise ValueError("sliding_layers need a sliding_window")
+        elif self.sliding_window < self.block:
+            raise ValueError(f"sliding_window {self.sliding_window} is smaller than the block of {self.block} tokens")
+        elif self.sliding_layers is not None:
+            named = set(self.sliding_layers)
+            if not named or len(named) < len(self.sliding_layers) or named - set(range(self.layers)):
+                why = f"name some of the layers 0..{self.layers - 1}, each once"
+                raise ValueError(f"sliding_layers {list(self.sliding_layers)}: {why}")
+        return self
 
 
 class DataSection(Section):
