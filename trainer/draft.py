@@ -83,16 +83,14 @@ class Rotary(nn.Module):
 def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     """Frequencies [D/2] and the attention factor of a scaled RoPE, by transformers' own rules (yarn, llama3, linear).
 
-    Raises ValueError when a rule's parameter is missing, and for rules whose frequencies depend on the length of the
-    text: they can't be cached.
+    Raises ValueError when a rule's parameter is missing.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = dict(config.rope_scaling or {})
-    kind = str(scaling.get("rope_type", scaling.get("type")))
-    if kind not in ("yarn", "llama3", "linear"):
-        raise ValueError(f"rope scaling {kind!r} is not supported: yarn, llama3 and linear are")
-    parameters = {**scaling, "rope_type": kind, "rope_theta": config.rope_theta}
+    kind = scaling["rope_type"]
+    parameters = {"original_max_position_embeddings": config.max_position_embeddings} | scaling
+    parameters["rope_theta"] = config.rope_theta
     as_transformers = SimpleNamespace(
         rope_parameters=parameters,
         head_dim=config.head_dim,

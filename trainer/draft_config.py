@@ -1,6 +1,10 @@
-"""What defines a drafter, and its config.json in the z-lab format that transformers, SGLang and vLLM load."""
+"""What defines a drafter, and its config.json in the z-lab format that transformers, SGLang and vLLM load.
 
-from collections.abc import Mapping
+What a file of another stack asks for and this drafter doesn't have is refused by name: to pass it over would load
+another model than the one that was trained.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
@@ -11,7 +15,26 @@ LayerType = Literal["full_attention", "sliding_attention"]
 FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
 
+ROPE_KINDS = ("yarn", "llama3", "linear")  # those whose frequencies don't depend on the length of the text
+
 INITIALIZER_RANGE = 0.02  # standard deviation of every fresh linear weight, transformers' default for Qwen3
+
+# Keys of dflash_config that are read; any other one changes the model, unless its value says that it is off.
+DFLASH_KEYS = (
+    "mask_token_id", "mask_token", "target_layer_ids", "block_size", "num_target_layers", "causal",
+    "input_embedding_scale", "output_multiplier",
+)  # fmt: skip
+# The same for keys that other stacks write at the top, among the many of transformers.
+FOREIGN_KEYS = (
+    "attention_bias", "mlp_bias", "sample_from_anchor", "fc_norm", "final_logit_softcapping", "projector_type",
+    "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "attention_sink_bias", "use_swa",
+    "swa_window_size", "sliding_window_non_causal",
+)  # fmt: skip
+# Keys of either place with the value that says what this drafter does in any case.
+NEUTRAL: Mapping[str, object] = {
+    "attention_value_scale": 1.0, "hidden_act": "silu", "partial_rotary_factor": 1.0, "is_neox_style": True,
+    "use_aux_hidden_state": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,11 +63,18 @@ class DraftConfig:
     logit_scale: float = 1.0  # the target's own factor: logits = logit_scale * hidden @ head
 
     def __post_init__(self) -> None:
+        scaling = rope_rule(self.rope_scaling)
+        object.__setattr__(self, "rope_scaling", scaling)
+        if scaling is not None and scaling["rope_type"] not in ROPE_KINDS:
+            kinds = f"{', '.join(ROPE_KINDS[:-1])} and {ROPE_KINDS[-1]}"
+            raise ValueError(f"rope scaling {scaling['rope_type']!r} is not supported: {kinds} are")
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it must be at least 1")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: it must be even, RoPE turns pairs")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads can't share {self.num_kv_heads} key/value heads")
         if self.block_size < 2:
@@ -103,8 +133,12 @@ class DraftConfig:
         return [of(kind) for kind in self.layer_types]
 
     def to_json(self) -> dict[str, Any]:
-        """The config.json of the z-lab format; block_size stands in both places that loaders look at."""
+        """The config.json of the z-lab format; block_size stands in both places that loaders look at.
+
+        is_causal is left out where layers differ: loaders then take the sliding ones as causal and the others not.
+        """
         scaling = None if self.rope_scaling is None else dict(self.rope_scaling)
+        scales = {"input_embedding_scale": self.embedding_scale, "output_multiplier": self.logit_scale}
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -114,8 +148,9 @@ class DraftConfig:
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
                 "block_size": self.block_size,
+                **{key: scale for key, scale in scales.items() if scale != 1},
             },
-            "is_causal": False,
+            **({} if self.causal is None else {"is_causal": self.causal}),
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
@@ -129,9 +164,9 @@ class DraftConfig:
             "rope_scaling": scaling,
             "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
             "max_position_embeddings": self.max_position_embeddings,
-            "layer_types": ["full_attention"] * self.num_layers,
-            "use_sliding_window": False,
-            "sliding_window": None,
+            "layer_types": list(self.layer_types),
+            "use_sliding_window": self.sliding_window is not None,
+            "sliding_window": self.sliding_window,
             "max_window_layers": self.num_layers,
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -158,18 +193,10 @@ class DraftConfig:
         def whole(key: str, *places: Mapping[str, Any]) -> int:
             return _number(int, need(key, *places), key)
 
-        architectures = data.get("architectures") or ["DFlashDraftModel"]
-        if architectures != ["DFlashDraftModel"]:
-            raise ValueError(f"drafter config: architectures {architectures}, expected ['DFlashDraftModel']")
-        if any(kind != "full_attention" for kind in data.get("layer_types") or ()):
-            raise ValueError("drafter config: layer_types other than full_attention are not supported")
-        if data.get("is_causal") or dflash.get("causal"):
-            raise ValueError("drafter config: a causal block is not supported")
-        if data.get("attention_bias"):
-            raise ValueError("drafter config: attention_bias is not supported")
-        parameters = dict(_mapping(data.get("rope_parameters") or data.get("rope_scaling") or {}, "rope_parameters"))
-        theta = parameters.pop("rope_theta", None) or need("rope_theta")
-        scaling = parameters if parameters.get("rope_type", parameters.get("type", "default")) != "default" else None
+        _refuse_other_models(data, dflash)
+        num_layers = whole("num_hidden_layers")
+        layer_types, window = _layers(data, num_layers)
+        theta, scaling = _rope(data)
         captured = need("target_layer_ids", dflash)
         if not isinstance(captured, list):
             raise ValueError(f"drafter config: target_layer_ids {captured!r} is no list")
@@ -177,7 +204,7 @@ class DraftConfig:
         return cls(
             hidden_size=whole("hidden_size"),
             intermediate_size=whole("intermediate_size"),
-            num_layers=whole("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=whole("num_attention_heads"),
             num_kv_heads=whole("num_key_value_heads"),
             head_dim=whole("head_dim"),
@@ -188,9 +215,87 @@ class DraftConfig:
             num_target_layers=whole("num_target_layers", data, dflash),
             mask_token_id=whole("mask_token_id", dflash),
             max_position_embeddings=whole("max_position_embeddings"),
-            rope_theta=_number(float, theta, "rope_theta"),
+            rope_theta=_number(float, theta if theta is not None else need("rope_theta"), "rope_theta"),
             rope_scaling=scaling,
+            layer_types=layer_types,
+            sliding_window=window,
+            causal=_causal(data, dflash),
+            embedding_scale=_number(float, dflash.get("input_embedding_scale") or 1.0, "input_embedding_scale"),
+            logit_scale=_number(float, dflash.get("output_multiplier") or 1.0, "output_multiplier"),
         )
+
+
+def _refuse_other_models(data: Mapping[str, Any], dflash: Mapping[str, Any]) -> None:
+    """Raises ValueError with the first key that asks for something this drafter doesn't have."""
+    architectures = data.get("architectures") or ["DFlashDraftModel"]
+    if architectures != ["DFlashDraftModel"]:
+        raise ValueError(f"drafter config: architectures {architectures}, expected ['DFlashDraftModel']")
+    foreign = {key: value for key, value in dflash.items() if key not in DFLASH_KEYS}
+    foreign |= {key: data[key] for key in (*FOREIGN_KEYS, *NEUTRAL) if key in data}
+    for key, value in foreign.items():
+        if value is not None and value != NEUTRAL.get(key, False):
+            raise ValueError(f"drafter config: {key} {value!r} is not supported")
+    for key, own in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        if data.get(key) is not None and data[key] != data.get(own):
+            raise ValueError(f"drafter config: {key} {data[key]!r} other than {own} is not supported")
+    sizes = [place["block_size"] for place in (data, dflash) if place.get("block_size") is not None]
+    if len(sizes) == 2 and sizes[0] != sizes[1]:
+        raise ValueError(f"drafter config: block_size is {sizes[0]}, but {sizes[1]} in dflash_config")
+
+
+def _layers(data: Mapping[str, Any], num_layers: int) -> tuple[tuple[LayerType, ...], int | None]:
+    """The layers' kinds and their window; transformers' rule for Qwen3 where layer_types is missing."""
+    window = data.get("sliding_window") if data.get("use_sliding_window") else None
+    kinds = data.get("layer_types")
+    if kinds is None:
+        first = num_layers if window is None else _number(int, data.get("max_window_layers", 28), "max_window_layers")
+        kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    if not isinstance(kinds, list):
+        raise ValueError(f"drafter config: layer_types {kinds!r} is no list")
+    if SLIDING not in kinds:
+        return tuple(cast("list[LayerType]", kinds)), None
+    if window is None:
+        # transformers then cuts nothing off in a layer that other loaders take for a sliding one.
+        raise ValueError("drafter config: layer_types has sliding_attention without use_sliding_window and a window")
+    return tuple(cast("list[LayerType]", kinds)), _number(int, window, "sliding_window")
+
+
+def _causal(data: Mapping[str, Any], dflash: Mapping[str, Any]) -> bool | None:
+    """As newer loaders read it: is_causal, then dflash_config's causal, then None: the sliding layers are causal.
+
+    Older ones (z-lab until April 2026) don't look at it and show every slot the whole block.
+    """
+    for key, place in (("is_causal", data), ("causal", dflash)):
+        if place.get(key) is not None:
+            if not isinstance(place[key], bool):
+                raise ValueError(f"drafter config: {key} {place[key]!r} is neither true nor false")
+            return place[key]
+    return None
+
+
+def _rope(data: Mapping[str, Any]) -> tuple[object, Mapping[str, Any] | None]:
+    """theta, None where it stands at the top, and the rule of a scaled RoPE."""
+    found: list[dict[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):  # of transformers 5, of transformers 4
+        parameters = dict(_mapping(data.get(key) or {}, key))
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise ValueError(f"drafter config: {key} that differ from layer to layer are not supported")
+        if parameters.get("partial_rotary_factor") not in (None, 1):
+            raise ValueError(f"drafter config: partial_rotary_factor in {key} is not supported")
+        found.append(parameters)
+    thetas = [parameters.pop("rope_theta", None) for parameters in found]
+    rules = [rope_rule(parameters) for parameters in found]
+    if found[0] and found[1] and rules[0] != rules[1]:
+        raise ValueError("drafter config: rope_parameters and rope_scaling contradict each other")
+    return (thetas[0] if found[0] or thetas[0] is not None else thetas[1]), rules[0] if found[0] else rules[1]
+
+
+def rope_rule(parameters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A scaled RoPE's parameters with its kind as "rope_type" (older files: "type"), None for the plain one."""
+    rule = dict(parameters or {})
+    kind = rule.pop("rope_type", None) or rule.get("type", "default")
+    rule.pop("type", None)
+    return None if kind == "default" else {"rope_type": str(kind), **rule}
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:
@@ -204,6 +309,24 @@ def _number(kind: type[Number], value: object, name: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ValueError(f"drafter config: {name} {value!r} is no {'whole ' if kind is int else ''}number")
     return kind(value)
+
+
+def speculators_layer_ids(target_layer_ids: Sequence[int]) -> tuple[int, ...]:
+    """z-lab's layer ids as speculators and vLLM count them: the embedding is 0, so layer i's output is i + 1."""
+    return tuple(id + 1 for id in target_layer_ids)
+
+
+def from_speculators_layer_ids(aux_layer_ids: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
+    """speculators' layer ids as z-lab's. Raises ValueError for an id that is no layer's output."""
+    for id in aux_layer_ids:
+        if id == 0:
+            raise ValueError("layer id 0 of speculators is the embedding, which no z-lab id names")
+        if id == num_target_layers:
+            # transformers' hidden_states end with the normed states, not with what the last layer gave.
+            raise ValueError(f"layer id {id} of speculators is the target's normed output, which no z-lab id names")
+        if not 0 < id < num_target_layers:
+            raise ValueError(f"layer id {id} of speculators: the target has {num_target_layers} layers")
+    return tuple(id - 1 for id in aux_layer_ids)
 
 
 def default_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -122,8 +122,7 @@ def test_a_config_of_another_trainer_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
-        ({"is_causal": True}, "causal"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention without use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["DFlash2DraftModel"]}, "architectures"),
         ({"hidden_size": None}, "hidden_size is missing"),
