@@ -1,9 +1,10 @@
 """The trainer's command line.
 
     python -m trainer train CONFIG.toml RUN_DIR [--init-from DRAFTER] [--resume RUN_DIR] [--set key=value ...]
+    python -m trainer train CONFIG.toml --dry-run [--set key=value ...]
     python -m trainer check CONFIG.toml [--set key=value ...] [--json]
     python -m trainer export CHECKPOINT FOLDER
-    python -m trainer regenerate | eval | import-gguf ...      (--help of each says more)
+    python -m trainer config | prepare | regenerate | eval | import-gguf ...      (--help of each says more)
 
 Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
 config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
@@ -20,15 +21,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from trainer.config import ConfigFault, TrainConfig, as_mapping, load
 
 CONFIG_CODE = 3
 INTERRUPTED_CODE = 130
 
-# Commands that read their words themselves: name -> module with main(words) -> exit code.
-OTHERS = {"regenerate": "trainer.regenerate", "eval": "trainer.evaluate", "import-gguf": "trainer.models"}
+# Commands that read their words themselves: name -> module with main(words) -> exit code, and what it does.
+OTHERS = {
+    "config": ("trainer.presets", "write a config to start with: the presets' names, or one of them"),
+    "prepare": ("trainer.prepare", "conversations as tokens on disk, ready to be trained on"),
+    "regenerate": ("trainer.regenerate", "conversations made by the target itself, to train its drafter on"),
+    "eval": ("trainer.evaluate", "decode with a drafter: acceptance length, speed, and that no token changes"),
+    "import-gguf": ("trainer.models", "make the small real target"),
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -38,19 +45,25 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if words and words[0] in OTHERS:
         try:
-            return int(importlib.import_module(OTHERS[words[0]]).main(words[1:]))
+            return int(importlib.import_module(OTHERS[words[0]][0]).main(words[1:]))
         except (ValueError, OSError) as error:
             return fail(error)
         except KeyboardInterrupt:
             print(f"{words[0]}: stopped by Ctrl-C", file=sys.stderr)
             return INTERRUPTED_CODE
-    options = _parser().parse_args(words)
+    parser = _parser()
+    options: Any = parser.parse_args(words)
+    if options.command == "train" and not (options.run_dir or options.dry_run):
+        parser.error("train: RUN_DIR is missing; only --dry-run needs none")
     try:
         if options.command == "check":
             return check(options.config, options.sets, as_json=options.json)
         if options.command == "export":
             return export(options.checkpoint, options.folder)
-        return train(load(options.config, options.sets), options.run_dir, options.init_from, options.resume)
+        config = load(options.config, options.sets)
+        if options.dry_run:
+            return dry_run(config)
+        return train(config, options.run_dir, options.init_from, options.resume)
     except ConfigFault as fault:
         print(fault, file=sys.stderr)
         return CONFIG_CODE
@@ -78,6 +91,18 @@ def export(checkpoint: Path, folder: Path) -> int:
     except (CheckpointError, OSError) as error:
         return fail(error)
     print(f"wrote {folder}")
+    return 0
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Prints what a training would be like, and trains nothing."""
+    try:
+        print(importlib.import_module("trainer.estimate").dry_run(config))
+    except (ValueError, RuntimeError, OSError) as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        print("train --dry-run: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED_CODE
     return 0
 
 
@@ -151,9 +176,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__, formatter_class=_Raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    running = commands.add_parser("train", help="train a drafter")
+    running = commands.add_parser("train", help="train a drafter, or say what it would take", formatter_class=_Raw)
     running.add_argument("config", type=Path)
-    running.add_argument("run_dir", type=Path, help="records and checkpoints; one with checkpoints is resumed")
+    running.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        help="records, prepared data and checkpoints; one with checkpoints is resumed",
+    )
+    running.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print shapes, parameters, tokens a step and how much memory it would take",
+    )
     running.add_argument("--init-from", type=Path, metavar="DRAFTER", help="start with this drafter's weights")
     running.add_argument(
         "--resume", type=Path, metavar="RUN_DIR", help="go on from this earlier run's newest checkpoint"
@@ -164,14 +199,16 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--json", action="store_true", help="print it with all defaults")
 
     for command in (running, checking):
-        command.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+        command.add_argument(
+            "--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config"
+        )
 
     exporting = commands.add_parser("export", help="a checkpoint's drafter in bfloat16")
     exporting.add_argument("checkpoint", type=Path)
     exporting.add_argument("folder", type=Path)
 
-    for name in OTHERS:
-        commands.add_parser(name, help=f"see: python -m trainer {name} --help", add_help=False)
+    for name, (_, what) in OTHERS.items():
+        commands.add_parser(name, help=f"{what} (python -m trainer {name} --help)", add_help=False)
     return parser
 
 

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from test_draft import CONFIG
 
-from trainer.__main__ import main
+from trainer.__main__ import OTHERS, main
 from trainer.checkpoint import load_drafter, save_drafter
+from trainer.config import TrainConfig
 from trainer.draft import DraftModel
 
 
@@ -60,7 +63,41 @@ def test_export_writes_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "CheckpointError: no drafter in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["fly"], ["train"]])
+def test_a_dry_run_prints_what_it_would_take_and_makes_nothing(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[TrainConfig] = []
+
+    def estimated(config: TrainConfig) -> str:
+        seen.append(config)
+        if config.train.steps == 5:
+            raise RuntimeError("no such\nGPU")
+        return "5 layers"
+
+    # The estimate has tests of its own.
+    monkeypatch.setitem(sys.modules, "trainer.estimate", cast(ModuleType, SimpleNamespace(dry_run=estimated)))
+    config = str(tiny_folder / "config.toml")
+    run = tmp_path / "run"
+    assert main(["train", config, str(run), "--dry-run", "--set", "train.steps=4"]) == 0
+    assert main(["train", "--dry-run", config]) == 0
+    assert [c.train.steps for c in seen] == [4, 20]
+    assert capsys.readouterr().out == "5 layers\n5 layers\n"
+    assert main(["train", "--dry-run", config, "--set", "train.steps=5"]) == 1
+    assert capsys.readouterr().err == "RuntimeError: no such; GPU\n"
+    assert main(["train", "--dry-run", config, "--set", "train.lr=0"]) == 3
+    assert not run.exists()
+
+
+def test_commands_with_words_of_their_own_are_told_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, (module, what) in OTHERS.items():
+        assert f"{name} {what}" in shown.replace("- ", "-"), module
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "config.toml"], ["train", "--dry-run"]])
 def test_wrong_words_are_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
