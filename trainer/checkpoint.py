@@ -51,6 +51,8 @@ class Progress(BaseModel):
     row: int  # number of the next row to learn from
     data_digest: str  # sha256 of the data file
     first_loss: float | None = None
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since
 
 
 class StateFile(BaseModel):
