@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trainer import presets
+
 SCHEMA_VERSION = 1
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
@@ -144,6 +146,8 @@ class TrainConfig(Section):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     """Version of this format."""
+    preset: str | None = None
+    """Values to start from: qwen3-4b, qwen3-8b or smollm2-135m. What this file says goes before them."""
     init_from: str | None = None
     """Folder of a drafter whose weights the training starts with (its shape must be [draft]'s). None: fresh weights."""
     target: TargetSection
@@ -175,6 +179,7 @@ def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None 
     if isinstance(version, int) and version > SCHEMA_VERSION:
         why = f"{version} is newer than this trainer, which knows {SCHEMA_VERSION}"
         raise ConfigFault(name, "schema_version", why)
+    data = _on_preset(data, name)
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:
@@ -197,6 +202,22 @@ def _override(data: dict[str, Any], word: str) -> None:
             raise ConfigFault("--set", key, f"{section} is a value, not a section")
         data = cast(dict[str, Any], inner)
     data[last] = value
+
+
+def _on_preset(data: dict[str, Any], file: str) -> dict[str, Any]:
+    """The file's data over the values of the preset that it names."""
+    chosen = data.get("preset")
+    if chosen is None:
+        return data
+    if chosen not in presets.names():
+        why = f"{chosen!r} is none of {', '.join(presets.names())}"
+        close = difflib.get_close_matches(str(chosen), presets.names(), n=1)
+        raise ConfigFault(file, "preset", why, close[0] if close else None)
+    merged: dict[str, Any] = presets.values_of(chosen)
+    for key, value in data.items():
+        below = merged.get(key)
+        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _fault(file: str, error: ValidationError) -> ConfigFault:

@@ -1,0 +1,75 @@
+"""Presets, and the config that is written to start with."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trainer import presets
+from trainer.__main__ import main
+from trainer.config import ConfigFault, TrainConfig, as_mapping, load
+
+OWN = '[data]\ntrain = "own.jsonl"\n[train]\nsteps = 7\n'
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-8b", "smollm2-135m"])
+def test_a_preset_needs_only_data_and_steps(name: str) -> None:
+    config = load(f'preset = "{name}"\n{OWN}'.encode())
+    values = presets.values_of(name)
+    assert config.target.path == values["target"]["path"]
+    assert (config.data.train, config.data.row_tokens) == ("own.jsonl", values["data"]["row_tokens"])
+    assert (config.train.steps, config.train.anchors) == (7, values["train"]["anchors"])
+
+
+def test_the_file_and_sets_go_before_the_preset() -> None:
+    text = f'preset = "qwen3-4b"\n[target]\npath = "here"\n{OWN}lr = 1e-5\n'
+    config = load(text.encode(), ["train.anchors=64"])
+    assert (config.target.path, config.train.lr, config.train.anchors) == ("here", 1e-5, 64)
+    assert config.train.gamma == 7.0
+    assert load(OWN.encode(), ["preset=qwen3-8b"]).target.path == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ('"qwen3-4"', r"preset: 'qwen3-4' is none of qwen3-4b, qwen3-8b, smollm2-135m; did you mean qwen3-4b\?"),
+        ("4", r"preset: 4 is none of"),
+        ('"../presets/qwen3-4b"', "is none of"),
+    ],
+)
+def test_a_preset_that_is_none_is_refused(preset: str, message: str) -> None:
+    with pytest.raises(ConfigFault, match=message):
+        load(f"preset = {preset}\n{OWN}".encode())
+
+
+def test_a_section_that_is_no_section_is_still_refused() -> None:
+    with pytest.raises(ConfigFault, match="target"):
+        load(f'preset = "qwen3-4b"\ntarget = 3\n{OWN}'.encode())
+
+
+@pytest.mark.parametrize("name", [None, *presets.names()])
+def test_a_written_config_is_one_and_holds_every_key(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *([name] if name else [])]) == 0
+    text = capsys.readouterr().out
+    config = load(text.encode())
+    expected = presets.values_of(name) if name else {}
+    for section, values in expected.items():
+        assert values.items() <= as_mapping(config)[section].items()
+    # The keys that stand there as comments have the defaults that the trainer takes.
+    all_set = "\n".join(line[1:] if line.startswith("#") and line[1:2].islower() else line for line in text.split("\n"))
+    with_defaults = tomllib.loads("\n".join(line for line in all_set.split("\n") if not line.endswith("=")))
+    as_it_is = as_mapping(config)
+    for section in ("target", "draft", "data", "train"):
+        assert with_defaults[section].items() <= as_it_is[section].items()
+        wanted = TrainConfig.model_fields[section].annotation
+        assert wanted is not None
+        assert all(f"{key} =" in text for key in wanted.model_fields)
+
+
+def test_a_config_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "config.toml"
+    assert main(["config", "qwen3-8b", "--out", str(out)]) == 0
+    assert load(out).target.path == "Qwen/Qwen3-8B"
+    assert main(["config", "--out", str(out)]) == 1
+    assert "exists" in capsys.readouterr().err
+    assert load(out).target.path == "Qwen/Qwen3-8B"
