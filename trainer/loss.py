@@ -19,7 +19,7 @@ tv's gradient vanishes with q where the drafter is surely wrong, so that it lear
 """
 
 # torch leaves `split` and `Function.apply` partly untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
