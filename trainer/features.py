@@ -13,7 +13,10 @@ A document is one conversation; a row holds several. `document_ids` count them f
 restart at 0 with each document.
 """
 
-from dataclasses import dataclass, fields
+# torch leaves `unflatten` untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -31,33 +34,94 @@ class RowBatch:
     positions_BS: Tensor  # int64
     anchors_BN: Tensor  # int64
     keep_BN: Tensor  # bool: False for a slot that found no anchor
+    numbers: tuple[int, ...] = ()  # of the rows: a bad step names them
+    lines: tuple[tuple[int, ...], ...] = ()  # for each row the source lines of its documents
 
     def to(self, device: torch.device) -> "RowBatch":
         """The same on another device; copies from pinned memory overlap with the work there."""
-        return RowBatch(*(moved(getattr(self, f.name), device) for f in fields(self)))
+        return replace(self, **{name: moved(tensor, device) for name, tensor in self._tensors().items()})
 
     def pinned(self) -> "RowBatch":
         """The same in page-locked memory, from where a GPU copies on its own."""
-        return RowBatch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """What the drafter learns from: the target's view of the rows, and the blocks to predict."""
+    """What the drafter learns from: the target's view of the rows, and the blocks to predict.
+
+    Of the blocks' embeddings only what differs travels: the anchors' and the mask's, T times less than all. The
+    teacher's states travel by token, not by slot, for slots of neighbouring blocks predict the same tokens.
+    """
 
     features_BSF: Tensor
-    embeds_BQH: Tensor  # the target's embedding of the blocks' tokens
+    anchor_embeds_BNH: Tensor  # the target's embedding of the anchors' tokens
+    mask_embed_H: Tensor  # and of the mask token
     positions_BS: Tensor
     blocks: Blocks
+    forward_blocks: int  # blocks of a row that one forward takes: all in training, a part when all anchors are measured
     tokens: int  # of conversations, prompts included and padding not
+    rows: RowBatch  # what it was made of; stays on the host
+    final_BSH: Tensor | None = None  # what the target's head reads; only when the objective asks for its distribution
 
     def to(self, device: torch.device) -> "FeatureBatch":
         """The same on the drafter's device. On the CPU in float32, as the drafter: there is no autocast there."""
-        dtype = torch.float32 if device.type == "cpu" else None
-        return FeatureBatch(
-            moved(self.features_BSF, device, dtype),
-            moved(self.embeds_BQH, device, dtype),
-            moved(self.positions_BS, device),
-            self.blocks.to(device),
-            self.tokens,
+
+        def wide(tensor: Tensor) -> Tensor:
+            return moved(tensor, device, torch.promote_types(tensor.dtype, torch.float32) if on_cpu else None)
+
+        on_cpu = device.type == "cpu"
+        return replace(
+            self,
+            features_BSF=wide(self.features_BSF),
+            anchor_embeds_BNH=wide(self.anchor_embeds_BNH),
+            mask_embed_H=wide(self.mask_embed_H),
+            positions_BS=moved(self.positions_BS, device),
+            blocks=self.blocks.to(device),
+            final_BSH=None if self.final_BSH is None else moved(self.final_BSH, device),
         )
+
+    def forwards(self) -> int:
+        """How many forwards take all its blocks."""
+        return self.blocks.anchors_BN.shape[1] // self.forward_blocks
+
+    def part(self, index: int) -> "FeatureBatch":
+        """The blocks of one forward. Whole copies, so that each forward's tensors are laid out alike: compiled code is
+        for one layout, and a view into a longer batch would be compiled anew.
+        """
+        size = self.forward_blocks
+        here = slice(index * size, (index + 1) * size)
+        count = self.blocks.anchors_BN.shape[1]
+
+        def cut(values_BN: Tensor) -> Tensor:
+            return values_BN[:, here].clone(memory_format=torch.contiguous_format)
+
+        def cut_queries(values_BQ: Tensor) -> Tensor:
+            return cut(values_BQ.unflatten(1, (count, -1))).flatten(1)
+
+        blocks = self.blocks
+        queries = {"ids_BQ", "positions_BQ"}
+        parts = {f.name: (cut_queries if f.name in queries else cut)(getattr(blocks, f.name)) for f in fields(blocks)}
+        return replace(self, anchor_embeds_BNH=cut(self.anchor_embeds_BNH), blocks=Blocks(**parts))
+
+    def embeds_BQH(self) -> Tensor:
+        """The embeddings of the blocks' tokens: the anchor, then masks."""
+        batch, count, _ = self.anchor_embeds_BNH.shape
+        masks = self.blocks.labels_BNP.shape[2]
+        mask_BNPH = self.mask_embed_H.expand(batch, count, masks, -1)
+        return torch.cat((self.anchor_embeds_BNH[:, :, None], mask_BNPH), dim=2).flatten(1, 2)
+
+    def teacher_BNPH(self) -> Tensor | None:
+        """What the target's head reads to predict slot k = 1..P of the block at a: its state at token a + k - 1."""
+        if self.final_BSH is None:
+            return None
+        anchors_BN, slots = self.blocks.anchors_BN, self.blocks.labels_BNP.shape[2]
+        # Slots beyond the row are not supervised: what they find here does not matter.
+        index_BNP = anchors_BN[..., None] + torch.arange(slots, device=anchors_BN.device)
+        index_BM = index_BNP.clamp(max=self.final_BSH.shape[1] - 1).flatten(1)
+        index_BMH = index_BM[..., None].expand(-1, -1, self.final_BSH.shape[2])
+        return self.final_BSH.gather(1, index_BMH).view(*index_BNP.shape, -1)

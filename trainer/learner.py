@@ -5,46 +5,116 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 """
 
 # torch.compile and tolist are partly untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from trainer.acceptance import answer_cycles, by_position
 from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
-from trainer.loss import ChunkLoss, LossTerms, Weighting, blocks_loss, chunk_loss
+from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
+from trainer.optim import step_if
 from trainer.target import TargetModel
 
 
-@dataclass(frozen=True)
+class Figures(NamedTuple):
+    """What a step was like. nan or inf where it was not finite, nan also where no slot was supervised."""
+
+    loss: float  # nats a slot, weighted (objective tv: a chance); comparable under one weighting and objective only
+    accuracy: float  # share of supervised slots whose best token is the data's
+    accept: float  # acceptance length, teacher-forced over the anchors drawn, bonus token included: 1 to T
+    grad_norm: float  # of the whole gradient, before clipping
+    finite: bool  # False: loss or gradient were not, and the step changed nothing
+    accuracy_by_slot: list[float | None]  # for slots 1, 2, ...; None where no block had that slot supervised
+
+
 class StepFigures:
-    """What a step was like; on the device until read, so that steps needn't wait for it."""
+    """A step's figures on their way to the host. Reading waits for that step, not for what was queued behind it."""
 
-    figures: Tensor  # [3]: loss, accuracy, acceptance length
-    grad_norm: Tensor  # before clipping
+    def __init__(self, terms: LossTerms, grad_norm: Tensor, finite: Tensor) -> None:
+        scalars = torch.cat((terms.figures().double(), torch.stack((grad_norm.double(), finite.double()))))
+        values = torch.cat((scalars, terms.correct_P.double(), terms.supervised_P.double()))
+        self._values = values.to("cpu", non_blocking=True)  # into page-locked memory, where it comes from a GPU
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
 
-    def read(self) -> tuple[float, float, float, float]:
-        """Waits for the device: loss, accuracy, acceptance length, gradient norm."""
-        values = cast(list[float], torch.cat((self.figures, self.grad_norm[None].float())).tolist())
-        loss, accuracy, accept, grad_norm = values
-        return loss, accuracy, accept, grad_norm
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._arrived is None or self._arrived.query()
+
+    def read(self) -> Figures:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, accuracy, accept, grad_norm, finite, *counts = cast(list[float], self._values.tolist())
+        slots = len(counts) // 2
+        by_slot = [c / n if n else None for c, n in zip(counts[:slots], counts[slots:], strict=True)]
+        return Figures(loss, accuracy, accept, grad_norm, finite == 1, by_slot)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch measured at all of its anchors."""
+
+    terms: LossTerms  # over all anchors: figures() gives the teacher-forced acceptance length over all of them
+    accepted_BN: Tensor  # leading right slots of each block, on the device
+    batch: FeatureBatch
+
+    def answers(self) -> list[list[int]]:
+        """What the cycles of a decoder would give in each answer of the rows (acceptance.py). Waits for the device.
+
+        Raises ValueError when the batch held only some of the anchors.
+        """
+        rows = self.batch.rows
+        anchors_BN, keep_BN = self.batch.blocks.anchors_BN.cpu().numpy(), self.batch.blocks.keep_BN.cpu().numpy()
+        accepted_BN = self.accepted_BN.cpu().numpy()
+        answers: list[list[int]] = []
+        for row in range(rows.ids_BS.shape[0]):
+            accepted_S = by_position(anchors_BN[row], keep_BN[row], accepted_BN[row], rows.ids_BS.shape[1])
+            answers += answer_cycles(rows.loss_mask_BS[row].numpy(), rows.document_ids_BS[row].numpy(), accepted_S)
+        return answers
 
 
 @torch.no_grad()
-def features_of(target: TargetModel, rows: RowBatch, draft: DraftConfig, device: torch.device) -> FeatureBatch:
-    """The target's part: features of the rows, the blocks and their embeddings, brought to the drafter's device."""
+def features_of(
+    target: TargetModel,
+    rows: RowBatch,
+    draft: DraftConfig,
+    device: torch.device,
+    *,
+    anchors: int | None = None,
+    teacher: bool = False,
+) -> FeatureBatch:
+    """The target's part: features of the rows, the blocks and their embeddings, brought to the drafter's device.
+
+    anchors: how many anchors of a row one forward takes; the rows may hold a multiple of it. None: all of them.
+    teacher: the target runs to its end, for objectives that learn its distribution.
+    """
     tokens = int((rows.document_ids_BS >= 0).sum())  # before it moves: rows are still on the CPU
     here = rows.to(target.device)
-    anchors_BN, keep_BN = here.anchors_BN, here.keep_BN
+    anchors = anchors or here.anchors_BN.shape[1]
+    if here.anchors_BN.shape[1] % anchors:
+        raise ValueError(f"{here.anchors_BN.shape[1]} anchors a row are no multiple of {anchors}, what a forward takes")
+    # [B, forwards, anchors of one]: each forward's slots are filled up by themselves.
+    anchors_BGN, keep_BGN = (t.unflatten(1, (-1, anchors)).flatten(0, 1) for t in (here.anchors_BN, here.keep_BN))
     if device.type == "cuda":
-        anchors_BN, keep_BN = whole_tiles(anchors_BN, keep_BN, draft.block_size)
-    features_BSF = target.features(here.ids_BS, here.document_ids_BS, here.positions_BS, draft.target_layer_ids)
+        anchors_BGN, keep_BGN = whole_tiles(anchors_BGN, keep_BGN, draft.block_size)
+    forward_blocks = anchors_BGN.shape[1]
+    anchors_BN, keep_BN = (t.view(len(rows.ids_BS), -1) for t in (anchors_BGN, keep_BGN))
+    where = here.ids_BS, here.document_ids_BS, here.positions_BS
+    final_BSH = None
+    if teacher:
+        features_BSF, final_BSH = target.features_and_final(*where, draft.target_layer_ids)
+    else:
+        features_BSF = target.features(*where, draft.target_layer_ids)
     blocks = make_blocks(
         here.ids_BS,
         here.loss_mask_BS,
@@ -55,12 +125,27 @@ def features_of(target: TargetModel, rows: RowBatch, draft: DraftConfig, device:
         block_size=draft.block_size,
         mask_token_id=draft.mask_token_id,
     )
-    embeds_BQH = target.embedding(blocks.ids_BQ)
-    return FeatureBatch(features_BSF, embeds_BQH, here.positions_BS, blocks, tokens).to(device)
+    mask_id = torch.full((1,), draft.mask_token_id, device=target.device)
+    return FeatureBatch(
+        features_BSF=features_BSF,
+        anchor_embeds_BNH=target.embedding(here.ids_BS.gather(1, anchors_BN)),
+        mask_embed_H=target.embedding(mask_id)[0],
+        positions_BS=here.positions_BS,
+        blocks=blocks,
+        forward_blocks=forward_blocks,
+        tokens=tokens,
+        rows=rows,
+        final_BSH=final_BSH,
+    ).to(device)
 
 
 class Learner:
-    """A drafter with its optimiser."""
+    """A drafter with its optimiser.
+
+    A step is `learn` for each of its batches, then `update`. Gradients are sums until `update` divides them, once and
+    before clipping, by the normaliser of the whole step. Replicas that share a step add up both, their gradients and
+    their `step_terms`, and give each `update` the sum: every one then does what a single learner would have done.
+    """
 
     def __init__(
         self,
@@ -71,9 +156,11 @@ class Learner:
         *,
         chunk_blocks: int,
         clip: float,
+        objective: Objective = "cross-entropy",
     ) -> None:
         """head_VH: the target's head, on the drafter's device. clip: highest gradient norm."""
         self.model, self.optimizer = model, optimizer
+        self._objective: Objective = objective
         self._head_VH, self._weighting, self._chunk_blocks, self._clip = head_VH, weighting, chunk_blocks, clip
         self.device = head_VH.device
         self._forward: Callable[..., Tensor] = model
@@ -81,21 +168,82 @@ class Learner:
         if self.device.type == "cuda":
             self._forward = cast(Callable[..., Tensor], torch.compile(model, dynamic=False, fullgraph=True))
             self._chunk = cast(ChunkLoss, torch.compile(chunk_loss, dynamic=False, fullgraph=True))
-        self._terms: LossTerms | None = None  # of the step under way
+        self.step_terms: LossTerms | None = None  # of the step under way
 
     def terms(self, batch: FeatureBatch) -> LossTerms:
-        """Forward and loss of a batch."""
-        blocks = batch.blocks
-        row_tokens = batch.positions_BS.shape[1]
+        """Forward and loss of a batch that one forward takes whole."""
+        assert batch.forwards() == 1, "only measure_all takes more anchors than one forward does"
+        terms, _ = self._part(batch, 0)
+        return terms
+
+    def learn(self, batch: FeatureBatch) -> None:
+        """Adds a batch's gradients to the step under way."""
+        terms = self.terms(batch)
+        terms.loss_sum.backward()
+        done = terms.detached()
+        self.step_terms = done if self.step_terms is None else self.step_terms + done
+
+    def update(self, lr: float, total: LossTerms | None = None) -> StepFigures:
+        """Ends the step: gradients divided by the normaliser of all its batches, clipped, applied.
+
+        total: the sum of the step_terms of all replicas, whose gradients were added up too; None: this learner is
+        alone. A loss or gradient norm that is not finite, or a step with nothing supervised, leaves weights, moments
+        and step counts as they are; on a GPU nothing here waits for it.
+        """
+        assert self.step_terms is not None, "update without learn"
+        terms, self.step_terms = total or self.step_terms, None
+        scale = 1 / terms.normaliser.clamp(min=1e-12)  # with nothing supervised all gradients are 0
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        # A norm that is not finite leaves gradients that are not; no one reads them then.
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        finite = torch.isfinite(terms.loss_sum) & torch.isfinite(grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        step_if(finite & (terms.normaliser > 0), self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepFigures(terms, grad_norm, finite)
+
+    @torch.no_grad()
+    def measure(self, batch: FeatureBatch) -> LossTerms:
+        """The loss of a batch that is not learned from, at the anchors of one forward."""
+        return self.terms(batch)
+
+    @torch.no_grad()
+    def measure_all(self, batch: FeatureBatch) -> Measured:
+        """The same at all anchors of a batch, which may take many forwards, all of the shape that `measure` has."""
+        parts = [self._part(batch, index) for index in range(batch.forwards())]
+        terms = parts[0][0]
+        for more, _ in parts[1:]:
+            terms = terms + more
+        return Measured(terms, torch.cat([accepted_BN for _, accepted_BN in parts], dim=1), batch)
+
+    def warm_up(self, batch: FeatureBatch) -> None:
+        """Compiles everything that `learn`, `measure` and `measure_all` will run, and leaves no trace in the drafter.
+
+        batch: one as they will come, teacher included where the objective needs it.
+        """
+        terms, _ = self._part(batch, 0)
+        terms.loss_sum.backward()
+        with torch.no_grad():
+            self._part(batch, 0)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _part(self, batch: FeatureBatch, index: int) -> tuple[LossTerms, Tensor]:
+        """One forward and its loss; with the accepted slots of each block, [B, N]."""
+        part, draft = batch.part(index), self.model.config
+        blocks, row_tokens = part.blocks, part.positions_BS.shape[1]
         on_gpu = self.device.type == "cuda"
         mask = tile_mask if on_gpu else dense_mask
-        attention = tuple(mask(blocks, row_tokens, sight) for sight in self.model.config.sights)
+        attention = tuple(mask(blocks, row_tokens, sight) for sight in draft.sights)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
             hidden_BQH = self._forward(
-                batch.features_BSF, batch.embeds_BQH, batch.positions_BS, blocks.positions_BQ, attention
+                part.features_BSF, part.embeds_BQH(), part.positions_BS, blocks.positions_BQ, attention
             )
-        return blocks_loss(
-            hidden_BQH.unflatten(1, (blocks.anchors_BN.shape[1], -1)),
+        teacher_BNPH = part.teacher_BNPH() if self._objective != "cross-entropy" else None
+        return loss_and_accepted(
+            scaled(hidden_BQH, draft.logit_scale).unflatten(1, (blocks.anchors_BN.shape[1], -1)),
             self._head_VH,
             blocks.labels_BNP,
             blocks.label_mask_BNP,
@@ -103,37 +251,37 @@ class Learner:
             self._weighting,
             self._chunk_blocks,
             self._chunk,
+            teacher_BNPH=None if teacher_BNPH is None else scaled(teacher_BNPH, draft.logit_scale),
+            objective=self._objective,
         )
 
-    def learn(self, batch: FeatureBatch) -> None:
-        """Adds a batch's gradients to the step under way."""
-        terms = self.terms(batch)
-        terms.loss_sum.backward()
-        done = terms.detached()
-        self._terms = done if self._terms is None else self._terms + done
 
-    def update(self, lr: float) -> StepFigures:
-        """Ends the step: gradients divided by the normaliser of all its batches, clipped, applied."""
-        assert self._terms is not None, "update without learn"
-        terms, self._terms = self._terms, None
-        scale = 1 / terms.normaliser.clamp(min=1e-12)  # 0 when no row had anything to learn from
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepFigures(terms.figures(), grad_norm)
+def scaled(hidden: Tensor, logit_scale: float) -> Tensor:
+    """What the head reads where the target scales its logits: the head is linear, so the factor may come first."""
+    return hidden if logit_scale == 1.0 else hidden * logit_scale
 
-    @torch.no_grad()
-    def measure(self, batch: FeatureBatch) -> LossTerms:
-        """The loss of a batch that is not learned from."""
-        return self.terms(batch)
 
-    def warm_up(self, batch: FeatureBatch) -> None:
-        """Compiles everything that `learn` and `measure` will run, and leaves no trace in the drafter."""
-        self.terms(batch).loss_sum.backward()
-        self.measure(batch)
-        self.optimizer.zero_grad(set_to_none=True)
+def soft_target_cost(draft: DraftConfig, *, row_tokens: int, anchors: int) -> float:
+    """How much more a step costs with objective kl or tv: its FLOPs over those of a cross-entropy step; 1 is no more.
+
+    Per row of S tokens and N blocks of T slots, with the target's layers taken to be of the drafter's sizes, 2 FLOPs a
+    multiplication, backward twice the forward where weights are trained, and a block seeing half a row on average:
+
+        layer   = 2 S (attention's and MLP's weights) + 4 S S A D           of the target; every key is multiplied
+        drafter = 3 (2 S (fc + n k, v weights) + 2 N T n (a layer's weights) + 4 N T (S/2 + T) n A D)
+        head    = 2 N (T-1) H V
+        without = (last captured layer + 1) layers + drafter + 2 head       the head's own gradient is none
+        with    = L layers + drafter + 3 head                               once more for the teacher's logits
+    """
+    hidden, wide = draft.hidden_size, draft.num_heads * draft.head_dim
+    key_value = 2 * hidden * draft.num_kv_heads * draft.head_dim
+    weights = 2 * hidden * wide + key_value + 3 * hidden * draft.intermediate_size
+    block_tokens = anchors * draft.block_size
+    layer = 2 * row_tokens * weights + 4 * row_tokens**2 * wide
+    context = 2 * row_tokens * (draft.feature_size * hidden + draft.num_layers * key_value)
+    seen = row_tokens / 2 + draft.block_size
+    blocks = draft.num_layers * (2 * block_tokens * weights + 4 * block_tokens * seen * wide)
+    drafter = 3 * (context + blocks)
+    head = 2 * anchors * (draft.block_size - 1) * hidden * draft.vocab_size
+    without = (max(draft.target_layer_ids) + 1) * layer + drafter + 2 * head
+    return (draft.num_target_layers * layer + drafter + 3 * head) / without

@@ -4,10 +4,14 @@ Weights stay float32; on CUDA the forward runs in bfloat16 by autocast. (Weights
 went to NaN elsewhere after a few hundred steps at this learning rate.)
 """
 
+# torch's optimisers are partly untyped.
+# pyright: reportUnknownMemberType=false
+
 import math
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def decayed(name: str) -> bool:
@@ -31,6 +35,25 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
     ]
     fused = all(p.is_cuda for p in parameters.values())
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=fused)
+
+
+def step_if(good: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """The optimiser's step, or, where `good` (a bool) is False, none at all: weights, moments and step counts stay.
+
+    A fused optimiser reads the answer on its own device, so that the host needn't wait for it: its kernel writes
+    nothing when `found_inf` is 1, and takes its own increment of the step counts back. (That is how torch's GradScaler
+    skips a step.) Any other one is asked here. The gradients of a skipped step may be anything.
+    """
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        if good.item():
+            optimizer.step()
+        return
+    fused = cast(Any, optimizer)
+    fused.found_inf = 1.0 - good.float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.found_inf
 
 
 def learning_rate(step: int, *, steps: int, highest: float, warmup_ratio: float) -> float:
