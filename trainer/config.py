@@ -109,6 +109,9 @@ class TrainSection(Section):
     """exp-decay: slots after which the weight has fallen to 1/e. None: 7, 5, 4 for blocks of 16, 10, 8."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """d-pace: how far each slot's chance of acceptance is lifted towards 1."""
+    objective: Literal["cross-entropy", "kl", "tv"] = "cross-entropy"
+    """What a slot's loss is, weighted by `loss`: the cross entropy of the data's token; or, by the whole target's own
+    distribution, KL divergence or total variation (the chance of a rejection), at the cost of running all its layers."""
     lr: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
     warmup_ratio: float = Field(default=0.04, ge=0, le=1)
