@@ -110,8 +110,8 @@ class TrainSection(Section):
     alpha: float = Field(default=0.5, ge=0, le=1)
     """d-pace: how far each slot's chance of acceptance is lifted towards 1."""
     objective: Literal["cross-entropy", "kl", "tv"] = "cross-entropy"
-    """A slot's loss, weighted by `loss`: the cross entropy of the data's token; or against the target's distribution, for
-    which all of its layers are run: the KL divergence, or the total variation (the chance of a rejection)."""
+    """A slot's loss, weighted by `loss`: the cross entropy of the data's token. Or its distance from the target's own
+    distribution, for which all its layers are run: KL divergence, or total variation (the chance of a rejection)."""
     lr: float = Field(default=6e-4, gt=0)
     """Highest learning rate."""
     warmup_ratio: float = Field(default=0.04, ge=0, le=1)
