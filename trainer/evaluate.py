@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from trainer.arguments import at_least_one
 from trainer.chat import prompt_tokens
 from trainer.checkpoint import load_drafter
-from trainer.data import Conversation
+from trainer.conversations import LineError, parsed, talk_from
 from trainer.draft import DraftModel
 from trainer.speculate import Comparison, Decoded, compare, decode_plain, decode_speculative
 from trainer.target import TargetModel, load_target
@@ -55,16 +54,13 @@ def read_prompts(file: Path, target: TargetModel, count: int | None) -> list[tup
             if not line.strip():
                 continue
             try:
-                messages = [message.model_dump() for message in Conversation.model_validate_json(line).messages]
+                record = parsed(line)
+                messages = talk_from(record).messages
                 if messages and messages[-1]["role"] == "assistant":
                     messages.pop()
                 if not messages:
-                    raise ValueError("no prompt")
-                prompts.append(
-                    (json.loads(line).get("id", f"line {number}"), prompt_tokens(target.tokenizer, messages))
-                )
-            except ValidationError as error:
-                raise ValueError(f"{file}:{number}: {error.errors(include_url=False)[0]['msg']}") from error
+                    raise LineError("no prompt")
+                prompts.append((str(record.get("id", f"line {number}")), prompt_tokens(target.tokenizer, messages)))
             except ValueError as error:
                 raise ValueError(f"{file}:{number}: {error}") from error
     if not prompts:
@@ -219,8 +215,11 @@ def main(words: list[str]) -> int:
         ("hidden size", config.hidden_size, target.config.hidden_size),
         ("number of layers", config.num_target_layers, target.num_layers),
         ("vocabulary", config.vocab_size, target.config.vocab_size),
+        ("scale of embeddings", config.embedding_scale, target.embedding_scale),
+        ("scale of logits", config.logit_scale, target.logit_scale),
     ):
-        if made_for != found:
+        # A scale may have been measured in bfloat16, to two digits.
+        if made_for != found and not (isinstance(found, float) and math.isclose(made_for, found, rel_tol=0.02)):
             raise ValueError(
                 f"the drafter {options.drafter} was made for another target than {options.target}: "
                 f"{what} {made_for}, not {found}"

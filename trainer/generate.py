@@ -87,10 +87,10 @@ class _Batch:
     """The slots, their keys and values, and the two passes over them."""
 
     def __init__(self, target: TargetModel, slots: int, capacity: int, choose: Choose) -> None:
-        config = target.config
         self._target, self._choose = target, choose
+        self._layers = layers = target.by_hand
         self.capacity = -(-capacity // STRIDE) * STRIDE
-        shape = (target.num_layers, 2, slots, config.num_key_value_heads, self.capacity, target.head_dim)
+        shape = (target.num_layers, 2, slots, layers.num_kv_heads, self.capacity, layers.head_dim)
         # Zeros, not empty: what a mask hides is still multiplied by zero, and a NaN would survive that.
         self._buffer = torch.zeros(shape, device=target.device, dtype=target.dtype)
         self.slots = [_Slot() for _ in range(slots)]
@@ -121,10 +121,10 @@ class _Batch:
 
     def _pass(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: _Filling | _Stepping) -> Tensor:
         target = self._target
-        return target.run(target.embedding(ids), positions, mask, stop=target.num_layers - 1, cache=cache)[0]
+        return self._layers.run(target.embedding(ids), positions, mask, stop=target.num_layers - 1, cache=cache)[0]
 
     def _next(self, hidden_BH: Tensor) -> list[int]:
-        return self._choose(self._target.logits(hidden_BH)).tolist()
+        return self._choose(self._target.logits(self._layers.norm(hidden_BH))).tolist()
 
 
 @torch.inference_mode()

@@ -258,7 +258,7 @@ def main(words: list[str]) -> int:
             (share[0], files.enter_context(in_place_of(share[1]))) if share else None
             for share in (options.heldout, options.excerpt)
         )
-        target = load_target(options.target, options.device, getattr(torch, options.dtype))
+        target = load_target(options.target, options.device, getattr(torch, options.dtype), by_hand=True)
         begin = time.perf_counter()
 
         def late(share: float) -> bool:

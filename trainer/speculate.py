@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.draft import DraftCache, DraftModel
-from trainer.target import KeyValueCache, TargetModel
+from trainer.target import TargetModel
 
 NEAR_TIE = 1e-3
 """Two best logits nearer than this may swap between two ways of summing."""
@@ -118,11 +118,10 @@ def _choose(logits_QV: Tensor) -> list[_Choice]:
 
 def _capacity(target: TargetModel, prompt: Sequence[int], limit: int, block_size: int) -> int:
     capacity = len(prompt) + limit + block_size
-    longest = int(target.config.max_position_embeddings)
     if len(prompt) == 0 or limit < 1:
         raise ValueError("decoding needs a prompt and room for at least one token")
-    if capacity > longest:
-        raise ValueError(f"prompt, answer and a block need {capacity} positions, the target has {longest}")
+    if capacity > target.longest:
+        raise ValueError(f"prompt, answer and a block need {capacity} positions, the target has {target.longest}")
     return capacity
 
 
@@ -136,7 +135,7 @@ def _clock(device: torch.device) -> float:
 @torch.inference_mode()
 def decode_plain(target: TargetModel, prompt: Sequence[int], limit: int, ends: frozenset[int] | None = None) -> Decoded:
     """Greedy decoding by the target alone, at most `limit` new tokens."""
-    cache = KeyValueCache(target, _capacity(target, prompt, limit, 1))
+    cache = target.new_cache(_capacity(target, prompt, limit, 1))
     answer = _Answer(limit, target.end_tokens() if ends is None else ends)
     answer.commit(_choose(target.step(torch.tensor(prompt, device=target.device), cache, last=1).logits_QV))
     accepted: list[int] = []
@@ -170,7 +169,7 @@ def decode_speculative(
     checked = 1 + (size - 1 if drafts is None else min(drafts, size - 1))
     if checked < 2:
         raise ValueError(f"drafts {drafts}: the target has to check at least one")
-    target_cache = KeyValueCache(target, _capacity(target, prompt, limit, size))
+    target_cache = target.new_cache(_capacity(target, prompt, limit, size))
     draft_cache = DraftCache()
     answer = _Answer(limit, target.end_tokens() if ends is None else ends)
     step = target.step(torch.tensor(prompt, device=target.device), target_cache, layer_ids, last=1)

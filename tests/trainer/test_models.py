@@ -12,7 +12,7 @@ from tiny_targets import real_model_folder
 
 from trainer import models
 from trainer.__main__ import main
-from trainer.target import KeyValueCache, load_target
+from trainer.target import load_target
 
 HIDDEN, MIDDLE, LAYERS, HEADS, KEY_HEADS = 16, 24, 2, 2, 1
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
@@ -93,7 +93,7 @@ def test_an_imported_model_is_the_same_in_both_precisions(tiny_gguf: Path, tmp_p
     assert target.tokenizer.encode("ab<|im_end|>") == [TOKENS.index("ab"), 2]
     assert (target.tokenizer.bos_token_id, target.tokenizer.eos_token_id, target.tokenizer.pad_token_id) == (1, 2, 2)
     assert target.end_tokens() == {2}
-    assert target.step(torch.tensor([5, 6]), KeyValueCache(target, 2)).logits_QV.isfinite().all()
+    assert target.step(torch.tensor([5, 6]), target.new_cache(2)).logits_QV.isfinite().all()
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "no receipt", "torn receipt"])

@@ -17,7 +17,7 @@ from trainer.draft import DraftCache, DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.evaluate import measure, read_prompts, summary
 from trainer.speculate import Decoded, compare, decode_plain, decode_speculative, matches
-from trainer.target import KeyValueCache, TargetModel, load_target
+from trainer.target import TargetModel, load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,7 +159,7 @@ def test_one_block_in_training_is_one_cycle_in_decoding() -> None:
         positions.flatten()[None],
         mask,
     )
-    cache, target_cache, done = DraftCache(), KeyValueCache(target, 20), 0
+    cache, target_cache, done = DraftCache(), target.new_cache(20), 0
     for number, anchor in enumerate(anchors):
         new = target.step(ids[done:anchor], target_cache, layer_ids).features_BQF
         places = torch.arange(done, anchor + size)[None]

@@ -1,0 +1,53 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its configs no types)
+"""Which models can't be targets, as far as their config tells: asked before any weights are read."""
+
+from collections.abc import Iterable
+from typing import Any
+
+KINDS = ("full_attention", "sliding_attention")
+"""The layers that a drafter's target may have: what they keep can be masked and cropped."""
+
+CHOOSERS = ("index_topk", "index_topk_blocks", "keep_window_size")
+"""What configs name the number of keys that sparse attention picks."""
+
+
+class TargetError(ValueError):
+    """The named model can't be a target; the text says why."""
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model: itself, unless the model has other senses too."""
+    return config.get_text_config(decoder=True)
+
+
+def check_config(config: Any) -> None:
+    """Refuse a model by what its config says of it. Raises TargetError."""
+    text = text_config(config)
+    family = str(config.model_type)
+    if config.is_encoder_decoder:
+        raise TargetError(f"{family} models have an encoder; a target reads and writes one row of tokens")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        value = getattr(text, name, None)
+        if isinstance(value, list):
+            raise TargetError(f"this {family} model's {name} differs from layer to layer, which is not supported")
+        if not isinstance(value, int):
+            raise TargetError(f"{family} models are not supported: their config has no {name}")
+    if strange := _strange(getattr(text, "layer_types", None) or ()):
+        raise TargetError(
+            f"this {family} model has layers of kind {', '.join(strange)}, which keep a state that packed documents "
+            "would share; only full and sliding attention can be masked"
+        )
+    if chooser := next((name for name in CHOOSERS if getattr(text, name, None) is not None), None):
+        raise TargetError(
+            f"this {family} model looks only at the keys that an index picks ({chooser}); that it picks none of "
+            "another document can't be proved on a few tokens"
+        )
+    if getattr(text, "final_logit_softcapping", None) is not None:
+        raise TargetError(
+            f"this {family} model bounds its logits (final_logit_softcapping), which the drafter does not do"
+        )
+
+
+def _strange(kinds: Iterable[str]) -> list[str]:
+    return sorted(set(kinds) - set(KINDS))

@@ -1,0 +1,86 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its configs no types)
+"""A drafter's sizes from a target's config, whatever the family calls them."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from trainer.refused import KINDS
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+"""The RoPE scalings that a drafter shares with its target, and their parameters."""
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Those of the target; all heads where it does not share them, or shares them otherwise than evenly."""
+    heads = int(config.num_attention_heads)
+    found = _first(config, ("num_key_value_heads", "num_kv_heads"))
+    return found if isinstance(found, int) and found > 0 and heads % found == 0 else heads
+
+
+def intermediate_size(config: Any) -> int:
+    """The target's own; 3 hidden sizes where that is only one small expert's, 4 where the config says nothing."""
+    hidden = int(config.hidden_size)
+    found = _first(config, ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
+    if isinstance(found, list):
+        found = max(cast("list[int]", found))
+    has_experts = _first(config, EXPERTS) is not None
+    if has_experts and (found is None or found < 2 * hidden):
+        return 3 * hidden
+    return int(found) if found else 4 * hidden
+
+
+def norm_eps(config: Any) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon", "norm_epsilon")
+    return float(_first(config, names) or 1e-6)
+
+
+def max_positions(config: Any) -> int:
+    """The longest text that the target was made for; 2,048 where its config does not say."""
+    return int(_first(config, ("max_position_embeddings", "max_seq_len", "seq_length")) or 2048)
+
+
+def rope(config: Any) -> tuple[float, dict[str, Any] | None]:
+    """RoPE's theta and its scaling: the target's, over the drafter's whole head; plain where it has none of these.
+
+    Where kinds of layers differ, it is that of full attention. Rules whose angles depend on the length of the text are
+    left out (see `fixed_positions`).
+    """
+    found = cast("Mapping[str, Any]", getattr(config, "rope_parameters", None) or {})
+    if isinstance(nested := found.get(KINDS[0]), Mapping):
+        found = cast("Mapping[str, Any]", nested)
+    theta = float(found.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
+    kind = str(found.get("rope_type", "default"))
+    if kind not in SCALINGS:
+        return theta, None
+    return theta, {"rope_type": kind, **{name: found[name] for name in SCALINGS[kind] if found.get(name) is not None}}
+
+
+def fixed_positions(config: Any) -> int | None:
+    """How many positions a row may have before RoPE's angles change with its length; None: any number.
+
+    "dynamic" and "longrope" choose them by the longest document at hand: one document would change the others.
+    """
+    found = cast("Mapping[str, Any]", getattr(config, "rope_parameters", None) or {})
+    rules = [cast("Mapping[str, Any]", rule) for rule in found.values() if isinstance(rule, Mapping)] or [found]
+    if not any(rule.get("rope_type") in ("dynamic", "longrope") for rule in rules):
+        return None
+    originals = [rule.get("original_max_position_embeddings") for rule in rules]
+    named = [size for size in (*originals, getattr(config, "original_max_position_embeddings", None)) if size]
+    return min(int(size) for size in (*named, max_positions(config)))
