@@ -1,0 +1,348 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its tokenizers no types)
+"""`python -m trainer prepare`: conversations as the target's tokens, once, in a folder that trainings read from.
+
+    prepared = prepared_data("train.jsonl", tokenizer, into=run_dir / "prepared" / "train")
+
+Of the target only tokenizer and generation config are loaded. The source is read as a stream and each document written
+at once, so that memory does not grow with it. The folder is built beside its place and renamed when it is whole: what
+a killed prepare leaves is not taken for data. The same source makes the same bytes with any number of workers.
+
+Records that are no conversation are left out and reported; more than a tenth of them stops the preparation.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.arguments import at_least_one
+from trainer.chat import tokens_of
+from trainer.checkpoint import built_beside, sync, write_synced
+from trainer.prepared import (
+    META,
+    DataError,
+    Dropped,
+    Fingerprint,
+    Meta,
+    Prepared,
+    Settings,
+    expected_bytes,
+    open_prepared,
+)
+from trainer.prepared import Source as SourceMark
+from trainer.sources import Source, open_source
+from trainer.tokenise import Tokens, outcomes
+
+MOST_BAD = 0.1  # share of records that can't be used above which a source is refused
+HOPELESS = 1000  # as many bad records, if they are the half of all so far, end the reading early
+SHOWN = 5  # reasons and lines that are named one by one
+KINDS = 50  # reasons that are counted apart
+INLINE_BYTES = 32 * 2**20  # a smaller source is not worth the start of workers
+TICK_S = 10.0  # seconds between two lines of progress
+
+PROBE = "Straße, naïve; 3.14159 = π\n\n\tdef f(x):  return x**2  # 日本語 ﬁ é 🙂 <|x|>\r\n"
+
+Say = Callable[[str], None]
+
+
+def prepared_data(
+    path: Path | str,
+    tokenizer: Any,
+    *,
+    into: Path,
+    last_turn_only: bool = False,
+    end_tokens: Collection[int] = (),
+    vocab_size: int | None = None,
+    workers: int | None = None,
+    say: Say = lambda _: None,
+    progress: Say = lambda _: None,
+) -> Prepared:
+    """Data of a config, prepared: the folder that `path` names, or one made of it in `into`, if it isn't there yet.
+
+    end_tokens: those that end the target's answers, beside the tokenizer's own; vocab_size: the target's. workers None:
+    as the source's size suggests. `say` gets what was left out and why, a line each.
+
+    Raises DataError: the data can't be read, has more than 10% bad records or nothing to learn from; the tokenizer has
+    no chat template; the data was prepared for another tokenizer, or has a token that the target hasn't.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the target's tokenizer has no chat template, so its conversations can't be written as it saw them"
+        )
+    path = Path(path).expanduser()
+    mark = fingerprint(tokenizer)
+    ends = sorted({int(end) for end in (tokenizer.eos_token_id, *end_tokens) if end is not None})
+    settings = Settings(last_turn_only=last_turn_only, end_tokens=tuple(ends))
+    if (path / META).is_file():
+        prepared = open_prepared(path)
+        check_made_for(prepared, mark, settings)
+    else:
+        source = open_source(path)
+        prepared = reusable(into, source, mark, settings)
+        if prepared is None:
+            write(source, tokenizer, into, mark, settings, workers or suggested_workers(source), progress)
+            prepared = open_prepared(into)
+    highest = int(np.flatnonzero(prepared.counts).max(initial=0))
+    if vocab_size is not None and highest >= vocab_size:
+        raise DataError(
+            f"data {path} has the token {highest} ({prepared.first_place_of(highest)}), but the target knows "
+            f"{vocab_size} tokens only: its tokenizer is not its own"
+        )
+    for line in prepared.report:
+        say(line)
+    return prepared
+
+
+def fingerprint(tokenizer: Any) -> Fingerprint:
+    """What a tokenizer does, not how a library's version stores it: vocabulary, template, a text of hard cases."""
+    vocabulary = cast("dict[str, int]", tokenizer.get_vocab())
+    facts = [sorted(vocabulary.items()), tokenizer.chat_template, tokenizer.eos_token_id, tokens_of(tokenizer, PROBE)]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return Fingerprint(digest=digest, vocabulary=max(vocabulary.values()) + 1)
+
+
+def check_made_for(prepared: Prepared, mark: Fingerprint, settings: Settings) -> None:
+    """Raises DataError when a folder was prepared for another tokenizer or with other settings."""
+    theirs = prepared.meta.tokenizer
+    if theirs != mark:
+        raise DataError(
+            f"prepared data {prepared.folder} is of another tokenizer than the target's: {theirs.vocabulary} tokens, "
+            f"fingerprint {theirs.digest[:12]}; the target's has {mark.vocabulary}, fingerprint {mark.digest[:12]}"
+        )
+    for name in Settings.model_fields:
+        found, wanted = getattr(prepared.meta.settings, name), getattr(settings, name)
+        if found != wanted:
+            raise DataError(
+                f"prepared data {prepared.folder} was made with {name} {found}, this training wants {wanted}: prepare "
+                "it again"
+            )
+
+
+def reusable(into: Path, source: Source, mark: Fingerprint, settings: Settings) -> Prepared | None:
+    """What lies in `into`, if it is whole and was made of just this. Raises DataError when it is something else."""
+    if not into.exists() or (into.is_dir() and not any(into.iterdir())):
+        return None
+    if not (into / META).is_file():
+        raise DataError(f"{into} is not prepared data: it will not be replaced")
+    try:
+        found = open_prepared(into)
+    except DataError:
+        return None
+    same = found.meta.tokenizer == mark and found.meta.settings == settings
+    return found if same and found.meta.source.digest == source.digest() else None
+
+
+def suggested_workers(source: Source) -> int:
+    small = source.bytes < INLINE_BYTES
+    return 1 if small else min(8, len(os.sched_getaffinity(0)))
+
+
+# --- onto the disk ---
+
+
+class Reasons:
+    """Why records were left out: counted by kind, the first lines of each kept."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kinds: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+
+    def add(self, line: int, reason: str) -> None:
+        self.count += 1
+        kind = re.sub(r"\d+|'.*'", "#", reason)  # the same fault in another place, or of another word
+        if kind not in self._kinds and len(self._kinds) == KINDS:
+            kind, reason = "", "other reasons"
+        first, count, lines = self._kinds.get(kind, (reason, 0, ()))
+        self._kinds[kind] = first, count + 1, lines + (line,) * (len(lines) < SHOWN)
+
+    def all(self) -> tuple[Dropped, ...]:
+        """The most frequent ones first."""
+        found = sorted(self._kinds.values(), key=lambda kind: (-kind[1], kind[2]))
+        return tuple(Dropped(reason=reason, count=count, lines=lines) for reason, count, lines in found)
+
+
+class Writer:
+    """The files of a folder of prepared data, written document by document."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        self._folder = folder
+        with ExitStack() as opened:
+            self._ids, self._mask, self._offsets, self._first, self._lines = (
+                opened.enter_context((folder / f"{name}.bin").open("wb"))
+                for name in ("ids", "mask", "offsets", "first", "lines")
+            )
+            self._files = opened.pop_all()
+        self._counts = np.zeros(vocabulary, dtype=np.int64)
+        self._digest = hashlib.sha256()
+        self.documents = self.tokens = self.learned = self.wordless = 0
+        self._offsets.write(np.int64(0).tobytes())
+
+    def add(self, documents: Collection[tuple[int, Tokens]]) -> None:
+        """Writes documents with their lines; those with no place for an anchor are counted and left out."""
+        kept: list[npt.NDArray[np.int32]] = []
+        for line, (ids, mask) in documents:
+            places = np.flatnonzero(mask[:-1] & mask[1:])
+            if not places.size:
+                self.wordless += 1
+                continue
+            kept.append(ids)
+            self.documents += 1
+            self.tokens += len(ids)
+            self.learned += int(mask.sum())
+            for file, values in ((self._ids, ids.astype("<i4")), (self._mask, mask)):
+                content = values.tobytes()
+                self._digest.update(content)
+                file.write(content)
+            self._digest.update(len(ids).to_bytes(8, "little"))
+            self._offsets.write(np.array(self.tokens, dtype="<i8").tobytes())
+            self._first.write(np.array(places[0], dtype="<i4").tobytes())
+            self._lines.write(np.array(line, dtype="<i8").tobytes())
+        if kept:
+            self._counts += np.bincount(np.concatenate(kept), minlength=len(self._counts))
+
+    def close(self) -> None:
+        self._files.close()
+
+    def finish(self, source: SourceMark, mark: Fingerprint, settings: Settings, records: int, reasons: Reasons) -> None:
+        """Writes the last files, meta.json as the very last."""
+        self.close()
+        (self._folder / "counts.bin").write_bytes(self._counts.astype("<i8").tobytes())
+        meta = Meta(
+            source=source,
+            tokenizer=mark,
+            settings=settings,
+            records=records,
+            documents=self.documents,
+            tokens=self.tokens,
+            learned=self.learned,
+            dropped=reasons.all(),
+            wordless=self.wordless,
+            digest=self._digest.hexdigest(),
+            bytes={},
+        )
+        meta = meta.model_copy(update={"bytes": expected_bytes(meta)})
+        for name in meta.bytes:
+            sync(self._folder / name)
+        write_synced(self._folder / META, meta.sealed().model_dump_json(indent=2).encode() + b"\n")
+
+
+def write(
+    source: Source,
+    tokenizer: Any,
+    folder: Path,
+    mark: Fingerprint,
+    settings: Settings,
+    workers: int,
+    progress: Say = lambda _: None,
+) -> None:
+    """Prepares a source into a folder; after an error the folder is as it was. Raises DataError."""
+    before = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+    digest = source.digest()
+    reasons = Reasons()
+    records = 0
+    said = time.monotonic()
+    with built_beside(folder.absolute()) as building, ExitStack() as closing:
+        writer = Writer(building, mark.vocabulary)
+        closing.callback(writer.close)
+        for found in outcomes(source.records(), tokenizer, settings, workers):
+            records += len(found)
+            for line, outcome in found:
+                if isinstance(outcome, str):
+                    reasons.add(line, outcome)
+            writer.add([(line, outcome) for line, outcome in found if not isinstance(outcome, str)])
+            if reasons.count >= HOPELESS and 2 * reasons.count > records:
+                break
+            if time.monotonic() - said >= TICK_S:
+                said = time.monotonic()
+                progress(
+                    f"{source.name}: {records:,} records, {writer.documents:,} documents, {writer.tokens:,} tokens"
+                )
+        name = SourceMark(name=source.name, digest=digest, files=tuple(source.starts))
+        if reasons.count > MOST_BAD * records:
+            raise DataError(f"data {source.path}: {refusal(name, reasons, records)}")
+        if not writer.documents:
+            raise DataError(f"data {source.path}: no conversation to learn from in {records:,} records")
+        if before != [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]:
+            raise DataError(f"data {source.path} changed while it was read: prepare it again")
+        writer.finish(name, mark, settings, records, reasons)
+
+
+def refusal(source: SourceMark, reasons: Reasons, records: int) -> str:
+    """Why a source with too many bad records is refused."""
+    shown = [
+        f"{one.count:,} times: {one.reason} (line {', '.join(map(str, one.lines))}"
+        f"{', ...' * (one.count > len(one.lines))})"
+        for one in reasons.all()[:SHOWN]
+    ]
+    return f"{reasons.count:,} of {records:,} records can't be used; {'; '.join(shown)}"
+
+
+# --- the command ---
+
+
+def load_tokenizer(name: str) -> tuple[Any, list[int]]:
+    """A target's tokenizer and the tokens that end its answers. Raises DataError."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        try:
+            generation = GenerationConfig.from_pretrained(name)
+        except OSError:  # without one, transformers makes it of the model's config
+            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(name))
+    except Exception as error:  # transformers raises what it likes
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"the tokenizer of {name} can't be loaded: {why}") from error
+    ends = cast("int | list[int] | None", generation.eos_token_id)
+    return tokenizer, ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m trainer prepare", description="Conversations as a target's tokens, once, for trainings to read."
+    )
+    parser.add_argument("source", type=Path, help="JSON lines (.jsonl, .jsonl.gz), Parquet, or a folder of them")
+    parser.add_argument("--target", required=True, help="folder or hub name of the target model")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make; prepared data there is replaced")
+    parser.add_argument("--last-turn-only", action="store_true", help="learn from each conversation's last answer only")
+    parser.add_argument("--workers", type=at_least_one, metavar="N", help="processes (as many as the size suggests)")
+    parser.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    """0. Raises ValueError or OSError on bad input."""
+    options = _arguments(words)
+    tokenizer, ends = load_tokenizer(options.target)
+    prepared = prepared_data(
+        options.source,
+        tokenizer,
+        into=options.out,
+        last_turn_only=options.last_turn_only,
+        end_tokens=ends,
+        workers=options.workers,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=lambda line: print(f"prepare: {line}", file=sys.stderr, flush=True),
+    )
+    meta = prepared.meta
+    if options.json:
+        print(json.dumps({"folder": str(prepared.folder), **meta.model_dump(mode="json")}))
+    else:
+        print(
+            f"{prepared.folder}: {meta.documents:,} conversations of {meta.records:,} records, {meta.tokens:,} tokens, "
+            f"{meta.learned:,} of them the assistant's"
+        )
+    return 0
