@@ -1,46 +1,82 @@
-"""Anchors, blocks, and the mask: written out, and in tiles."""
+"""Anchors, blocks, and the mask: as a predicate, written out, in tiles, and for decoding."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.blocks import TILE, Blocks, dense_mask, make_blocks, sample_anchors, share, tile_mask, whole_tiles
-from trainer.data import Document, Row, make_row
-from trainer.features import RowBatch
-from trainer.feed import row_batch
+from trainer.blocks import (
+    TILE,
+    Blocks,
+    Sight,
+    cached_mask,
+    dense_mask,
+    make_blocks,
+    sample_anchors,
+    share,
+    tile_mask,
+    visibility,
+    whole_tiles,
+)
 
 MASK = 99
+SIGHTS = [Sight(), Sight(causal=True), Sight(window=1), Sight(window=4), Sight(window=6, causal=True), Sight(window=99)]
 
 
-def row_of(lengths: Sequence[int], row_tokens: int, prompt: int = 0, seed: int = 0) -> Row:
+@dataclass(frozen=True)
+class PackedRow:
+    """What there is to know of a row, [S] each."""
+
+    ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    document_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with anchors, as make_blocks takes them."""
+
+    rows: Sequence[PackedRow]
+    anchors: npt.NDArray[np.int64]  # [B, N]
+    keep: npt.NDArray[np.bool_]
+
+    def blocks(self, block_size: int) -> Blocks:
+        names = ("ids", "loss_mask", "document_ids", "positions")
+        packed = [torch.from_numpy(np.stack([getattr(row, name) for row in self.rows])) for name in names]
+        anchors, keep = torch.from_numpy(self.anchors), torch.from_numpy(self.keep)
+        return make_blocks(*packed, anchors, keep, block_size=block_size, mask_token_id=MASK)
+
+
+def row_of(lengths: Sequence[int], row_tokens: int, prompt: int = 0, seed: int = 0) -> PackedRow:
     """A row of documents whose first `prompt` tokens are not supervised."""
-    random = np.random.default_rng(seed)
-    documents = [Document(random.integers(0, 90, n), np.arange(n) >= prompt) for n in lengths]
-    return make_row(0, documents, row_tokens)
-
-
-def blocks_of(batch: RowBatch, block_size: int) -> Blocks:
-    return make_blocks(
-        batch.ids_BS,
-        batch.loss_mask_BS,
-        batch.document_ids_BS,
-        batch.positions_BS,
-        batch.anchors_BN,
-        batch.keep_BN,
-        block_size=block_size,
-        mask_token_id=MASK,
+    random, padding = np.random.default_rng(seed), row_tokens - sum(lengths)
+    places = np.array([place for length in lengths for place in range(length)] + [0] * padding, dtype=np.int64)
+    documents = np.array(
+        [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding, dtype=np.int64
     )
+    ids = np.where(documents >= 0, random.integers(0, 90, row_tokens), 0)
+    return PackedRow(ids, (places >= prompt) & (documents >= 0), documents, places)
 
 
-def expanded(mask: BlockMask, dense_BQK: Tensor) -> Tensor:
-    """What flex attention would show: full tiles whole, partial tiles by the predicate, other tiles not at all."""
-    batch, queries, keys = dense_BQK.shape
+def sampled(rows: Sequence[PackedRow], anchors: int, seed: int = 0) -> Batch:
+    """The rows with anchors as a training draws them."""
+    drawn = [sample_anchors(row.loss_mask, row.document_ids, anchors, [seed, n]) for n, row in enumerate(rows)]
+    return Batch(rows, np.stack([chosen for chosen, _ in drawn]), np.stack([keep for _, keep in drawn]))
+
+
+def expanded(mask: BlockMask, batch: int, queries: int, keys: int) -> Tensor:
+    """What flex attention would show: full tiles whole, partial tiles by the predicate, other tiles not at all.
+
+    The predicate is asked as flex attention asks it: queries and keys rounded up to whole tiles.
+    """
 
     def tiles(counts: Tensor | None, indices: Tensor | None, lines: int, columns: int) -> Tensor:
         assert counts is not None and indices is not None
@@ -57,28 +93,31 @@ def expanded(mask: BlockMask, dense_BQK: Tensor) -> Tensor:
     # The backward pass walks the same tiles from the keys' side.
     assert (tiles(mask.q_num_blocks, mask.q_indices, columns, rows) == partial.transpose(1, 2)).all()
     assert (tiles(mask.full_q_num_blocks, mask.full_q_indices, columns, rows) == full.transpose(1, 2)).all()
+    row, head = torch.arange(batch)[:, None, None], torch.zeros(1, 1, 1, dtype=torch.int64)
+    query, key = torch.arange(rows * TILE)[:, None], torch.arange(columns * TILE)
+    predicate = mask.mask_mod(row, head, query, key).expand(batch, rows * TILE, columns * TILE)
 
     def each(tiled: Tensor) -> Tensor:
-        return tiled.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :queries, :keys]
+        return tiled.repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)
 
-    return each(full) | (each(partial) & dense_BQK)
+    return (each(full) | (each(partial) & predicate))[:, :queries, :keys]
 
 
-def spelled_out(batch: RowBatch, blocks: Blocks, block_size: int) -> Tensor:
-    """The specification's predicate, one pair at a time, in plain Python."""
-    size, row_tokens = batch.ids_BS.shape
-    queries = blocks.ids_BQ.shape[1]
-    seen = torch.zeros(size, queries, row_tokens + queries, dtype=torch.bool)
-    documents = batch.document_ids_BS.tolist()
-    for b in range(size):
-        for q in range(queries):
-            anchor, keep = int(batch.anchors_BN[b, q // block_size]), bool(batch.keep_BN[b, q // block_size])
-            for key in range(row_tokens + queries):
-                if key < row_tokens:
-                    seen[b, q, key] = keep and key < anchor and documents[b][key] == documents[b][anchor] != -1
-                else:
-                    seen[b, q, key] = (key - row_tokens) // block_size == q // block_size
-    return seen
+def spelled_out(batch: Batch, block_size: int, sight: Sight) -> Tensor:
+    """The specification's predicate, written with the documents' numbers instead of their starts. [B, Q, S+Q]"""
+    seen: list[npt.NDArray[np.bool_]] = []
+    for row, anchors, keep in zip(batch.rows, batch.anchors, batch.keep, strict=True):
+        documents = row.document_ids
+        token, block = np.arange(len(documents)), np.repeat(np.arange(len(anchors)), block_size)
+        slot, anchor = np.tile(np.arange(block_size), len(anchors))[:, None], anchors[block][:, None]
+        context = keep[block][:, None] & (token < anchor) & (documents == documents[anchor]) & (documents[anchor] != -1)
+        if sight.window is not None:
+            context &= anchor + slot - token <= sight.window - 1
+        own = block[:, None] == block
+        if sight.causal:
+            own &= slot >= slot.T
+        seen.append(np.concatenate((context, own), axis=1))
+    return torch.from_numpy(np.stack(seen))
 
 
 def test_anchors_are_supervised_pairs_of_one_document_ascending_and_the_seeds() -> None:
@@ -114,9 +153,9 @@ def test_share_gives_out_everything_and_evenly(counts: list[int], total: int) ->
 
 def test_blocks_hold_the_anchor_then_masks_and_labels_of_their_own_document() -> None:
     row = row_of([6, 5], 12)
-    batch = row_batch([row], 8, seed=0)  # candidates: 0..4 and 6..9, four to each document
-    blocks = blocks_of(batch, block_size=4)
-    for n, anchor in enumerate(batch.anchors_BN[0].tolist()):
+    batch = sampled([row], 8)  # candidates: 0..4 and 6..9, four to each document
+    blocks = batch.blocks(4)
+    for n, anchor in enumerate(batch.anchors[0].tolist()):
         end = 6 if anchor < 6 else 11
         assert blocks.ids_BQ[0, n * 4 : n * 4 + 4].tolist() == [row.ids[anchor], MASK, MASK, MASK]
         position = row.positions[anchor]
@@ -128,50 +167,132 @@ def test_blocks_hold_the_anchor_then_masks_and_labels_of_their_own_document() ->
 
 
 def test_labels_stop_where_an_answer_does_and_go_on_in_the_next() -> None:
-    document = Document(np.arange(10), np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=bool))
-    blocks = blocks_of(row_batch([make_row(0, [document], 12)], 8, seed=0), block_size=6)
+    row = row_of([10], 12)
+    row = replace(row, loss_mask=np.array([0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0], dtype=bool))
+    blocks = sampled([row], 8).blocks(6)
     assert blocks.anchors_BN[0, :3].tolist() == [2, 6, 7] and blocks.keep_BN.sum() == 3
     assert blocks.label_mask_BNP[0, 0].tolist() == [True, False, False, True, True]
     assert not blocks.label_mask_BNP[0, 3:].any()
 
 
+def test_a_block_may_run_past_its_document_and_past_the_row() -> None:
+    row = row_of([3, 5], 8)
+    blocks = Batch([row], np.array([[0, 1, 7, 6, 2]]), np.array([[True, True, True, True, False]])).blocks(16)
+    assert blocks.label_mask_BNP.sum(-1).tolist() == [[2, 1, 0, 1, 0]]
+    assert blocks.labels_BNP[0, 3].tolist() == [row.ids[7]] + [0] * 14
+    assert blocks.starts_BN.tolist() == [[0, 0, 3, 3, 0]]
+    # Positions run on; the slot without an anchor stands where there is nothing to see.
+    expected = [[0, 1, 4, 3, 0][n] + k for n in range(5) for k in range(16)]
+    assert blocks.positions_BQ[0].tolist() == expected and blocks.anchors_BN.tolist() == [[0, 1, 7, 6, 0]]
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @pytest.mark.parametrize("block_size", [2, 3, 5])
-def test_the_dense_mask_is_the_specification(block_size: int) -> None:
-    rows = [row_of([9, 1, 6], 20), row_of([20], 20, prompt=15), row_of([], 20)]
-    batch = row_batch(rows, 5, seed=3)
-    blocks = blocks_of(batch, block_size)
-    dense = dense_mask(blocks, 20)
-    assert (dense[:, 0] == spelled_out(batch, blocks, block_size)).all()
-    assert dense.any(-1).all()  # nobody is left with nothing to see
+def test_the_dense_mask_is_the_specification(block_size: int, sight: Sight) -> None:
+    batch = sampled([row_of([9, 1, 6], 20), row_of([20], 20, prompt=15), row_of([], 20)], 5, seed=3)
+    dense = dense_mask(batch.blocks(block_size), 20, sight)
+    assert (dense[:, 0] == spelled_out(batch, block_size, sight)).all()
+    assert dense.diagonal(20, 2, 3).all()  # each slot sees itself: nobody is left with nothing to see
 
 
+@settings(max_examples=10 * settings.default.max_examples)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 250), max_size=6), min_size=1, max_size=2),
-    row_tokens=st.integers(40, 640),
-    prompt=st.integers(0, 5),
+    row_tokens=st.integers(1, 640),
     anchors=st.integers(1, 64),
-    block_size=st.sampled_from([2, 3, 4, 7, 8, 10, 16, 32]),
+    block_size=st.integers(2, 32),
+    window=st.one_of(st.none(), st.integers(1, 40), st.integers(1, 700), st.just(10_000)),
+    causal=st.booleans(),
+    drawn=st.booleans(),
+    seed=st.integers(0, 2**32),
 )
-def test_the_tiles_are_the_dense_mask(
-    lengths: list[list[int]], row_tokens: int, prompt: int, anchors: int, block_size: int
+def test_the_tiles_the_predicate_and_the_dense_mask_are_the_specification(
+    lengths: list[list[int]],
+    row_tokens: int,
+    anchors: int,
+    block_size: int,
+    window: int | None,
+    causal: bool,
+    drawn: bool,
+    seed: int,
 ) -> None:
+    """Anchors as a training draws them, or anywhere in the documents: unsorted, repeated, some not kept."""
     fitting = [[n for i, n in enumerate(own) if sum(own[: i + 1]) <= row_tokens] for own in lengths]
-    rows = [row_of(own, row_tokens, prompt) for own in fitting]
-    blocks = blocks_of(row_batch(rows, anchors, seed=1), block_size)
-    dense = dense_mask(blocks, row_tokens)[:, 0]
-    assert (expanded(tile_mask(blocks, row_tokens), dense) == dense).all()
+    random, sight = np.random.default_rng(seed), Sight(window, causal)
+    batch = sampled([row_of(own, row_tokens, prompt=seed % 5) for own in fitting], anchors, seed)
+    if not drawn:
+        places = np.stack([random.integers(0, max(1, sum(own)), anchors) for own in fitting])
+        keep = (random.random(places.shape) < 0.8) & np.array([[bool(own)] for own in fitting])
+        batch = Batch(batch.rows, places, keep)
+    blocks = batch.blocks(block_size)
+    expected = spelled_out(batch, block_size, sight)
+    assert (dense_mask(blocks, row_tokens, sight)[:, 0] == expected).all()
+    assert (expanded(tile_mask(blocks, row_tokens, sight), *expected.shape) == expected).all()
 
 
-def test_a_full_tile_never_shows_another_document() -> None:
-    # Anchors far apart in one tile of queries, the second document beginning in the middle of a tile of keys.
-    rows = [row_of([200, 440], 640)]
-    batch = row_batch(rows, 8, seed=0)
-    batch = RowBatch(**{**vars(batch), "anchors_BN": torch.arange(600, 632, 4)[None], "keep_BN": torch.ones(1, 8) > 0})
-    blocks = blocks_of(batch, block_size=16)
-    mask = tile_mask(blocks, 640)
-    assert mask.full_kv_num_blocks is not None and mask.full_kv_num_blocks.tolist() == [[[2]]]  # keys 256..511
-    dense = dense_mask(blocks, 640)[:, 0]
-    assert (expanded(mask, dense) == dense).all()
+def full_tiles(batch: Batch, block_size: int, sight: Sight) -> list[int]:
+    """The key tiles that the only tile of queries sees whole."""
+    row_tokens = len(batch.rows[0].ids)
+    mask, expected = tile_mask(batch.blocks(block_size), row_tokens, sight), spelled_out(batch, block_size, sight)
+    assert expected.shape[1] <= TILE and (expanded(mask, *expected.shape) == expected).all()
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    listed = mask.full_kv_indices[0, 0, 0, : int(mask.full_kv_num_blocks)].tolist()
+    for tile in listed:
+        assert expected[0, :, tile * TILE : (tile + 1) * TILE].all()
+    return listed
+
+
+@pytest.mark.parametrize(
+    ("sight", "tiles"),
+    [
+        (Sight(), [2, 3]),  # the document begins in tile 1, the first anchor stands in tile 4
+        (Sight(causal=True), [2, 3]),
+        (Sight(window=10_000), [2, 3]),
+        # The last slot of the last block stands at 643: a window of 388 reaches to 256, where tile 2 begins.
+        (Sight(window=388), [2, 3]),
+        (Sight(window=387), [3]),
+        (Sight(window=260), [3]),
+        (Sight(window=259), []),
+    ],
+    ids=str,
+)
+def test_a_tile_is_full_only_where_every_query_sees_all_of_it(sight: Sight, tiles: list[int]) -> None:
+    anchors = np.arange(600, 632, 4)[None]
+    batch = Batch([row_of([200, 440], 640)], anchors, np.ones((1, 8), dtype=bool))
+    assert full_tiles(batch, 16, sight) == tiles
+
+
+def test_a_full_tile_is_lost_to_one_early_anchor_or_one_slot_without() -> None:
+    row = row_of([640], 640)
+    assert full_tiles(Batch([row], np.array([[600, 255]]), np.array([[True, True]])), 16, Sight()) == [0]
+    assert full_tiles(Batch([row], np.array([[600, 300]]), np.array([[True, False]])), 16, Sight()) == []
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(
+    context=st.integers(0, 40),
+    block_size=st.integers(2, 16),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    causal=st.booleans(),
+)
+def test_the_mask_of_decoding_is_that_of_the_same_block_in_training(
+    context: int, block_size: int, window: int | None, causal: bool
+) -> None:
+    sight, row_tokens = Sight(window, causal), context + 3
+    batch = Batch([row_of([row_tokens], row_tokens)], np.array([[context]]), np.array([[True]]))
+    trained = dense_mask(batch.blocks(block_size), row_tokens, sight)[0, 0]
+    assert not trained[:, context:row_tokens].any()
+    trained = torch.cat((trained[:, :context], trained[:, row_tokens:]), dim=1)
+    decoding = cached_mask(context, block_size, sight, torch.device("cpu"))
+    assert (trained if decoding is None else trained == decoding).all()
+    assert (decoding is None) == bool(trained.all())
+
+
+def test_a_predicate_asked_beyond_the_queries_stays_within_bounds() -> None:
+    blocks = sampled([row_of([30], 40)], 3).blocks(4)
+    seen = visibility(blocks, 40, Sight(window=5, causal=True))
+    query, key = torch.arange(TILE)[:, None], torch.arange(TILE)
+    assert seen(torch.tensor(0), torch.tensor(0), query, key).shape == (TILE, TILE)
 
 
 @given(anchors=st.integers(1, 70), block_size=st.sampled_from([2, 3, 8, 10, 16, 128]))
