@@ -1,18 +1,20 @@
-"""What a training starts with: its devices, the drafter's shape and first weights, the checkpoint to go on from."""
+"""What a training starts with: devices, data, the drafter's shape and first weights, the checkpoint to go on from."""
 
 # torch's random functions are partly untyped.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trainer.checkpoint import CheckpointError, difference, load_drafter, newest_good_checkpoint
 from trainer.config import TrainConfig
-from trainer.data import Documents, read_documents
+from trainer.data import Prepared
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
+from trainer.prepare import prepared_data
 from trainer.records import RunDir
 from trainer.target import TargetModel
 
@@ -38,29 +40,53 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return chosen.get(config.target.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def draft_config(config: TrainConfig, target: TargetModel) -> DraftConfig:
-    """The drafter's shape: the config's choices, the target's sizes. Raises TrainingError when they don't fit."""
-    wanted = config.draft
+def data_of(config: TrainConfig, target: TargetModel, run: RunDir, say: Say) -> tuple[Prepared, Prepared | None]:
+    """The data to learn from and to measure on; prepared in the run's folder, what isn't yet. Raises DataError."""
+
+    def prepared(path: str, name: str) -> Prepared:
+        return prepared_data(
+            path,
+            target.tokenizer,
+            into=run.prepared / name,
+            last_turn_only=config.data.last_turn_only,
+            end_tokens=target.end_tokens(),
+            vocab_size=target.config.vocab_size,
+            say=say,
+            progress=say,
+        )
+
+    train = prepared(config.data.train, "train")
+    return train, prepared(config.data.heldout, "heldout") if config.data.heldout else None
+
+
+def draft_config(config: TrainConfig, target: TargetModel, data: Sequence[Prepared] = ()) -> DraftConfig:
+    """The drafter's shape: the config's choices, the target's sizes, and a mask token that `data` doesn't hold.
+
+    Raises TrainingError when they don't fit.
+    """
+    wanted, mask = config.draft, config.draft.mask_token_id
+    counts = np.zeros(max([target.config.vocab_size, *(len(prepared.counts) for prepared in data)]), dtype=np.int64)
+    for prepared in data:
+        counts[: len(prepared.counts)] += prepared.counts
+        if mask is not None and mask < len(prepared.counts) and prepared.counts[mask]:
+            raise TrainingError(
+                f"draft.mask_token_id {mask} ({target.tokenizer.decode([mask])!r}) occurs "
+                f"{int(prepared.counts[mask]):,} times in the data, first in {prepared.first_place_of(mask)}: choose "
+                f"another, or leave it out"
+            )
     try:
-        layer_ids = wanted.target_layer_ids or default_target_layer_ids(target.num_layers, wanted.captured)
-        return target.draft_config(wanted.layers, wanted.block, layer_ids, wanted.mask_token_id)
+        return target.draft_config(
+            wanted.layers,
+            wanted.block,
+            wanted.target_layer_ids or default_target_layer_ids(target.num_layers, wanted.captured),
+            mask,
+            sliding_window=wanted.sliding_window,
+            sliding_layers=wanted.sliding_layers,
+            causal=wanted.causal,
+            counts=counts,
+        )
     except ValueError as error:
         raise TrainingError(f"[draft] does not fit the target {config.target.path}: {error}") from error
-
-
-def read(path: str, config: TrainConfig, target: TargetModel, draft: DraftConfig, say: Say) -> Documents:
-    """A data file of the config; says what was left out of it. Raises DataError."""
-    documents = read_documents(
-        Path(path),
-        target.tokenizer,
-        row_tokens=config.data.row_tokens,
-        last_turn_only=config.data.last_turn_only,
-        mask_token_id=draft.mask_token_id,
-        end_tokens=target.end_tokens(),
-    )
-    for line in documents.report:
-        say(line)
-    return documents
 
 
 def fresh_drafter(draft: DraftConfig, seed: int) -> DraftModel:

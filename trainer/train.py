@@ -4,38 +4,35 @@ Row i always makes the same batch, and step n always learns from the same rows, 
 config and data give the same losses, and a resumed run repeats the uninterrupted one, bit for bit on the same devices.
 """
 
-# torch's random functions and tolist are partly untyped.
-# pyright: reportUnknownMemberType=false
-
-import math
 import threading
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from trainer.blocks import TILE
 from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
 from trainer.config import TrainConfig, default_gamma
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
-from trainer.journal import Clock, Journal, now
-from trainer.learner import Learner, StepFigures, features_of
-from trainer.loss import LossTerms, Weighting
+from trainer.heldout import heldout_figures
+from trainer.journal import Journal
+from trainer.learner import Learner, features_of, soft_target_cost
+from trainer.loss import Weighting
 from trainer.optim import learning_rate, make_optimizer
 from trainer.pipeline import Pipeline
-from trainer.records import RunDir, StepRecord, checkpoint_name
+from trainer.records import RunDir, checkpoint_name
 from trainer.start import (
     Say,
     TrainingError,
+    data_of,
     draft_config,
     find_checkpoint,
     fresh_drafter,
     pick_device,
-    read,
     start_weights,
     target_dtype,
 )
+from trainer.tally import Step, Tally
 from trainer.target import load_target
 from trainer.threads import nothing_compiles
 
@@ -88,9 +85,11 @@ def _train(
 
     # What is learned from, and by whom.
     target = load_target(config.target.path, target_device, target_dtype(config, target_device))
-    draft = draft_config(config, target)
-    data = read(config.data.train, config, target, draft, say)
-    feed = Feed(config, data, read(config.data.heldout, config, target, draft, say) if config.data.heldout else None)
+    data, heldout = data_of(config, target, run, say)
+    feed = Feed(config, data, heldout)
+    for line in feed.report:
+        say(line)
+    draft = draft_config(config, target, [data, heldout] if heldout else [data])
     model = fresh_drafter(draft, settings.seed).to(device)
     optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
     learner = Learner(
@@ -100,7 +99,15 @@ def _train(
         Weighting(settings.loss, gamma=settings.gamma or default_gamma(draft.block_size), alpha=settings.alpha),
         chunk_blocks=settings.chunk_blocks,
         clip=settings.clip,
+        objective=settings.objective,
     )
+    learns_distribution = settings.objective != "cross-entropy"
+    if learns_distribution:
+        cost = soft_target_cost(draft, row_tokens=config.data.row_tokens, anchors=settings.anchors)
+        say(
+            f"train.objective {settings.objective} runs the whole target and its head: about {cost:.2f} times the "
+            f"operations of cross-entropy"
+        )
 
     # Where it starts.
     earlier = find_checkpoint(run, resume, say)
@@ -114,35 +121,41 @@ def _train(
     else:
         start_weights(model, init_from or config.init_from, say)
         progress = Progress(step=0, row=0, data_digest=data.digest)
+    cursor = progress.cursor or feed.rows.cursor(progress.row)
     is_own = earlier is not None and earlier.parent == run.checkpoints
-    journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None)
+    journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
     say(
         f"training {sum(p.numel() for p in model.parameters()):,} weights on {device}, target {config.target.path} on "
-        f"{target_device}: {len(data.documents)} conversations, {feed.rows.epoch_rows()} rows an epoch, "
+        f"{target_device}: {len(data):,} conversations, about {feed.rows.about_rows:,} rows an epoch, "
         f"{settings.rows_per_step} rows of {config.data.row_tokens} tokens and {settings.anchors} blocks a row a step"
     )
 
     def features(rows: RowBatch) -> FeatureBatch:
-        return features_of(target, rows.pinned() if target_device.type == "cuda" else rows, draft, device)
+        rows = rows.pinned() if target_device.type == "cuda" else rows
+        return features_of(target, rows, draft, device, anchors=settings.anchors, teacher=learns_distribution)
 
-    def save(done: Progress, figures: StepFigures | None) -> None:
-        if figures:
-            finite(done.step, figures)  # before the last good checkpoint goes for it
+    def save(done: Progress) -> None:
         path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep)
         journal.update(step=done.step, checkpoint=path.name)
         say(f"saved {path.name}")
 
     if earlier and not is_own:
-        save(progress, None)  # from here on the run can do without the earlier one
+        save(progress)  # from here on the run can do without the earlier one
 
     if device.type == "cuda" and progress.step < settings.steps:
-        learner.warm_up(features(feed.learning_batch(progress.row)))  # in this thread alone: see threads.py
+        learner.warm_up(features(feed.learning_batch(cursor)))  # in this thread alone: see threads.py
 
     # The loop. The feed and the target work ahead in their own threads; the drafter learns in this one.
     journal.update(state="training")
-    clock = Clock()
-    figures: StepFigures | None = None
-    source = feed.batches(progress.step, progress.row)
+    tally = Tally(
+        journal,
+        devices=(device, target_device),
+        log_every=settings.log_every,
+        skipped=progress.skipped,
+        skipped_in_a_row=progress.skipped_in_a_row,
+        say=say,
+    )
+    source = feed.batches(progress.step, cursor)
     with nothing_compiles(device), Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline:
         results = iter(pipeline)
         for step in range(progress.step + 1, settings.steps + 1):
@@ -154,62 +167,23 @@ def _train(
                 learner.learn(batch)
                 tokens += batch.tokens
             figures = learner.update(lr)
-            clock.add(tokens)
 
             measured = None
             if feed.measures_after(step) and not stop.is_set():
+                tally.settle(pipeline.depths())
                 measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
-            if step % settings.log_every == 0 or step in (1, settings.steps) or measured:
-                loss, accuracy, accept, grad_norm = finite(step, figures)
-                record = StepRecord(
-                    step=step,
-                    loss=loss,
-                    accuracy=accuracy,
-                    accept=accept,
-                    lr=lr,
-                    grad_norm=grad_norm,
-                    tokens=tokens,
-                    tokens_per_s=clock.lap(),
-                    seconds=clock.seconds(),
-                    time=now(),
-                    heldout_loss=measured[0] if measured else None,
-                    heldout_accept=measured[1] if measured else None,
-                )
-                journal.record(record)
-            progress = Progress(
-                step=step,
-                row=progress.row + settings.rows_per_step,
-                data_digest=data.digest,
-                first_loss=journal.status.first_loss,
-            )
+            rows = feed.source(step)
+            tally.add(Step(rows, lr, tokens, figures, measured), pipeline.depths())
+            progress = Progress(step=step, row=rows.after.row, cursor=rows.after, data_digest=data.digest)
             if step % settings.checkpoint_every == 0 or step == settings.steps:
-                save(progress, figures)
+                tally.settle(pipeline.depths())
+                # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
+                if not tally.skipped_in_a_row:
+                    save(tally.noted(progress))
         # Here and not below: the threads may take long to stop, or never do.
+        tally.settle(pipeline.depths())
         if journal.status.checkpoint != checkpoint_name(progress.step):
-            save(progress, figures)
+            save(tally.noted(progress))
     for name in pipeline.left_behind:
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
-
-
-def finite(step: int, figures: StepFigures) -> tuple[float, float, float, float]:
-    """Loss, accuracy, acceptance length and gradient norm of a step. Raises TrainingError: it has blown up."""
-    loss, accuracy, accept, grad_norm = figures.read()[:4]
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise TrainingError(f"step {step}: loss {loss}, gradient norm {grad_norm}")
-    return loss, accuracy, accept, grad_norm
-
-
-def heldout_figures(
-    learner: Learner, held: Iterable[FeatureBatch], stop: threading.Event
-) -> tuple[float, float] | None:
-    """Loss and acceptance length over all held-out batches; None when `stop` cut the measurement."""
-    total: LossTerms | None = None
-    for batch in held:
-        if stop.is_set():
-            return None
-        terms = learner.measure(batch)
-        total = terms if total is None else total + terms
-    assert total is not None, "held-out data has at least one row"
-    loss, _, accept = cast(list[float], total.figures().tolist())
-    return loss, accept

@@ -1,6 +1,7 @@
 """Whole trainings of a tiny target: they learn, repeat, resume bit for bit, and end well however they end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,66 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny import conversations, tiny_toml, write_jsonl
+from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
 
 from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
-from trainer.config import TrainConfig, load
+from trainer.config import load
 from trainer.data import DataError
 from trainer.features import FeatureBatch
-from trainer.learner import Learner
-from trainer.loss import LossTerms
-from trainer.records import RunDir, Status, StepRecord, checkpoint_name, read_metrics, read_status
+from trainer.learner import Learner, Measured
+from trainer.records import RunDir, checkpoint_name, read_metrics
 from trainer.train import TrainingError, train
-
-
-def config_of(folder: Path, **changes: Any) -> TrainConfig:
-    text = tiny_toml(folder / "target", folder / "train.jsonl", folder / "heldout.jsonl", **changes)
-    return load(text.encode())
-
-
-def status_of(run: Path) -> Status:
-    status = read_status(RunDir(run).status.read_bytes())
-    assert status is not None
-    return status
-
-
-def metrics_of(run: Path) -> list[StepRecord]:
-    return read_metrics(RunDir(run).metrics.read_bytes())
-
-
-def figures(records: list[StepRecord]) -> list[tuple[object, ...]]:
-    """What must repeat: everything but the times."""
-    return [(r.step, r.loss, r.accuracy, r.accept, r.lr, r.grad_norm, r.tokens, r.heldout_loss) for r in records]
-
-
-def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = RunDir(run).checkpoints / checkpoint_name(step)
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
-
-
-def assert_same_weights(one: Path, other: Path, step: int) -> None:
-    first, second = weights_of(one, step), weights_of(other, step)
-    assert first.keys() == second.keys()
-    assert all((first[name] == second[name]).all() for name in first)
-
-
-class StopAfter:
-    """A `say` that sets an event when a step's line comes by."""
-
-    def __init__(self, step: int) -> None:
-        self.event, self.lines = threading.Event(), list[str]()
-        self._start = f"step {step}/"
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-        if line.startswith(self._start):
-            self.event.set()
-
-
-def silent(line: str) -> None:
-    pass
-
 
 # --- learning ---
 
@@ -139,9 +90,9 @@ def test_the_same_config_gives_the_same_weights_whatever_the_threads_do(
 
     features_of = module.features_of
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **named: Any) -> Any:
         time.sleep(0.02)
-        return features_of(*args)
+        return features_of(*args, **named)
 
     monkeypatch.setattr(module, "features_of", slowly)
     train(config, tmp_path / "other", say=lambda line: time.sleep(0.03))
@@ -203,14 +154,14 @@ def test_a_stop_waits_for_no_measurement_and_saves_a_step_once(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, measured = threading.Event(), list[int]()
-    measure = Learner.measure
+    measure = Learner.measure_all
 
-    def stopping(learner: Learner, batch: FeatureBatch) -> LossTerms:
+    def stopping(learner: Learner, batch: FeatureBatch) -> Measured:
         measured.append(1)
         stop.set()
         return measure(learner, batch)
 
-    monkeypatch.setattr(Learner, "measure", stopping)
+    monkeypatch.setattr(Learner, "measure_all", stopping)
     lines: list[str] = []
     changes = {"train__rows_per_step": 1, "train__eval_every": 2, "train__checkpoint_every": 2}
     assert train(config_of(tiny_folder, **changes), tmp_path, stop=stop, say=lines.append) == "stopped"
@@ -263,7 +214,7 @@ def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: P
     [
         ({"draft__captured": 5}, TrainingError, "6 layers has no 5 layers between"),
         ({"draft__target_layer_ids": [1, 9]}, TrainingError, "the target has layers 0..5"),
-        ({"draft__mask_token_id": 64}, DataError, "holds the mask token 64"),
+        ({"draft__mask_token_id": 64}, TrainingError, r"occurs 86 times in the data, first in train\.jsonl:1"),
         ({"data__train": "/nowhere.jsonl"}, DataError, "can't be read"),
         ({"train__device": "cuda:77"}, TrainingError, "device cuda:77 is not here"),
     ],
@@ -274,33 +225,12 @@ def test_what_does_not_fit_fails_and_says_so_in_the_status(
     with pytest.raises(error, match=message):
         train(config_of(tiny_folder, **changes), tmp_path, say=silent)
     status = status_of(tmp_path)
-    assert status.state == "failed" and status.error is not None and message.split("..")[0] in status.error
+    assert status.state == "failed" and status.error is not None and re.search(message, status.error)
 
 
 def test_nothing_to_resume_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing to resume: no good checkpoint in"):
         train(config_of(tiny_folder), tmp_path / "new", resume=tmp_path / "empty", say=silent)
-
-
-def test_a_loss_that_is_not_finite_stops_the_training(tiny_folder: Path, tmp_path: Path) -> None:
-    part = StopAfter(2)
-    config = config_of(tiny_folder, train__checkpoint_every=1)
-    train(config, tmp_path, stop=part.event, say=part)
-    model, draft = load_drafter(RunDir(tmp_path).checkpoints / checkpoint_name(2), "cpu", torch.float32)
-    torch.nn.init.constant_(model.norm.weight, float("nan"))
-    save_drafter(tmp_path / "nan", model, draft)
-    with pytest.raises(TrainingError, match="step 1: loss nan"):
-        train(config, tmp_path / "run", init_from=tmp_path / "nan", say=silent)
-    assert not (tmp_path / "run/checkpoints").exists()
-
-
-def test_a_loss_that_is_not_finite_takes_no_good_checkpoint_away(tiny_folder: Path, tmp_path: Path) -> None:
-    changes = {"train__steps": 30, "train__log_every": 30, "train__checkpoint_every": 2, "train__clip": 1e9}
-    config = config_of(tiny_folder, train__lr=1e20, train__keep=1, train__warmup_ratio=0.9, **changes)
-    with pytest.raises(TrainingError, match="loss nan"):
-        train(config, tmp_path, say=silent)
-    for file in (tmp_path / "checkpoints").glob("*/model.safetensors"):
-        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
 def test_an_error_in_the_target_thread_reaches_the_caller(
@@ -310,11 +240,11 @@ def test_an_error_in_the_target_thread_reaches_the_caller(
 
     features_of, calls = module.features_of, list[int]()
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 5:
             raise MemoryError("out of memory on the target's device")
-        return features_of(*args)
+        return features_of(*args, **named)
 
     monkeypatch.setattr(module, "features_of", failing)
     with pytest.raises(MemoryError):
@@ -330,11 +260,11 @@ def test_a_target_that_hangs_does_not_take_a_stops_checkpoint_away(
 
     features_of, calls, release = module.features_of, list[int](), threading.Event()
 
-    def hanging(*args: Any) -> Any:
+    def hanging(*args: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             release.wait()
-        return features_of(*args)
+        return features_of(*args, **named)
 
     monkeypatch.setattr(module, "features_of", hanging)
     monkeypatch.setattr("trainer.pipeline.JOIN_SECONDS", 0.1)
@@ -441,14 +371,14 @@ from trainer.__main__ import leave, main
 features_of, calls = trainer.train.features_of, []
 trainer.pipeline.JOIN_SECONDS = 0.1
 
-def hanging(*args):
+def hanging(*args, **named):
     calls.append(1)
     if len(calls) == 5:
         os.kill(os.getpid(), signal.SIGTERM)
         product = torch.ones(600, 600)
         while True:
             product = (product @ product).tanh()
-    return features_of(*args)
+    return features_of(*args, **named)
 
 trainer.train.features_of = hanging
 leave(main())

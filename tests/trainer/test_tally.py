@@ -1,0 +1,116 @@
+"""When a step's figures are read: on a GPU one step late, elsewhere at once."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from trainer import tally as module
+from trainer.checkpoint import Progress
+from trainer.data import Cursor
+from trainer.feed import StepSource
+from trainer.heldout import HeldoutFigures
+from trainer.journal import Journal
+from trainer.learner import Figures, StepFigures
+from trainer.prepared import Prepared
+from trainer.records import RunDir, read_metrics
+from trainer.start import TrainingError
+from trainer.tally import Step, Tally
+
+DATA = cast(Prepared, SimpleNamespace(place=lambda line: f"data:{line}"))  # pyright: ignore[reportUnknownLambdaType]
+
+
+class Fake:
+    """A step's figures that note when they are read."""
+
+    def __init__(self, number: int, read: list[int], *, finite: bool = True) -> None:
+        self._number, self._read, self._finite = number, read, finite
+
+    def read(self) -> Figures:
+        self._read.append(self._number)
+        return Figures(float(self._number), 0.5, 1.5, 1.0, self._finite, [0.5, None])
+
+
+class Bench:
+    """A tally of ten steps on a GPU that isn't there."""
+
+    def __init__(self, folder: Path, device: str = "cuda", **more: object) -> None:
+        self.read: list[int] = []
+        self.lines: list[str] = []
+        self.run = RunDir(folder)
+        self.journal = Journal(self.run, 10, self.lines.append)
+        self.tally = Tally(self.journal, devices=[torch.device(device)], log_every=3, say=self.lines.append, **more)  # pyright: ignore[reportArgumentType]
+
+    def add(self, number: int, *, finite: bool = True, heldout: HeldoutFigures | None = None) -> None:
+        source = StepSource(number, (number - 1,), ((number,),), Cursor(row=number), DATA)
+        figures = cast(StepFigures, Fake(number, self.read, finite=finite))
+        self.tally.add(Step(source, 1e-3, 100, figures, heldout), {"source": 1, "target": 2})
+
+    def told(self) -> list[int]:
+        return [record.step for record in read_metrics(self.run.metrics.read_bytes())]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "memory_mib", lambda devices: 12.5)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def test_on_a_gpu_a_step_is_read_once_the_next_is_queued(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for number in range(1, 5):
+        bench.add(number)
+        assert bench.read == list(range(1, number))
+    bench.tally.settle({})
+    assert bench.read == [1, 2, 3, 4]
+    assert bench.told() == [1, 3]
+
+
+def test_on_the_cpu_a_step_is_read_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "cpu")
+    for number in range(1, 4):
+        bench.add(number)
+        assert bench.read == list(range(1, number + 1))
+
+
+def test_the_first_the_last_a_measured_and_a_skipped_step_are_told_in_any_case(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for number in range(1, 11):
+        heldout = HeldoutFigures(4.0, 1.25, 1.5) if number == 5 else None
+        bench.add(number, finite=number != 7, heldout=heldout)
+    bench.tally.settle({})
+    assert bench.told() == [1, 3, 5, 6, 7, 9, 10]
+    record = read_metrics(bench.run.metrics.read_bytes())[2]
+    assert (record.loss, record.heldout_loss, record.heldout_accept, record.heldout_cycle_accept) == (5, 4, 1.25, 1.5)
+    assert (record.queues, record.memory_mib, record.tokens) == ({"source": 1, "target": 2}, 12.5, 100)
+    assert record.accuracy_by_slot == (0.5, None)
+
+
+def test_five_skipped_steps_are_an_error_as_soon_as_the_fifth_is_read(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for number in range(1, 6):
+        bench.add(number, finite=False)
+    with pytest.raises(TrainingError, match=r"5 steps in a row .*: step 1: .*; step 5: ") as caught:
+        bench.add(6)
+    assert bench.read == [1, 2, 3, 4, 5] and bench.told() == [1, 2, 3, 4, 5]
+    assert "data:5" in str(caught.value)
+
+
+def test_steps_skipped_before_a_resume_count_and_a_good_one_begins_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "cpu", skipped=7, skipped_in_a_row=["step 1: x", "step 2: x", "step 3: x"])
+    bench.add(4, finite=False)
+    noted = bench.tally.noted(Progress(step=4, row=4, data_digest=""))
+    assert noted.skipped == 8 and len(noted.skipped_in_a_row) == 4 and noted.first_loss is None
+    bench.add(6)
+    noted = bench.tally.noted(Progress(step=6, row=6, data_digest=""))
+    assert (noted.skipped, noted.skipped_in_a_row, noted.first_loss) == (8, (), 6.0)
+
+
+def test_the_process_memory_is_told_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    before = module.memory_mib([torch.device("cpu")])
+    held = torch.ones(64, 2**20, dtype=torch.uint8)
+    after = module.memory_mib([torch.device("cpu")])
+    assert before is not None and after is not None and before > 10
+    assert after >= before and held.numel() == 64 * 2**20
