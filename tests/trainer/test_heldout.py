@@ -1,15 +1,12 @@
 """What a training says of its held-out data, computed once more by hand: one block at a time, as a decoder would."""
 
 import math
-import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny import conversations, tiny_toml, write_jsonl
-from tiny_runs import config_of, metrics_of, silent, status_of
+from tiny_runs import metrics_of, status_of
 from torch import Tensor
 
 from trainer.checkpoint import load_drafter

@@ -46,6 +46,17 @@ def test_train_refuses_a_wrong_config_before_it_makes_anything(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_config_of_a_newer_trainer_is_refused_and_the_run_stays(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    config = tiny_folder / "config.toml"
+    assert main(["train", str(config), str(tmp_path), "--set", "schema_version=2"]) == 3
+    why = "schema_version: 2 is newer than this trainer, which knows 1"
+    assert capsys.readouterr().err == f"{config}: {why}\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
+
+
 def test_a_failed_training_is_one_line_and_code_1(tiny_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", "train", str(tiny_folder / "config.toml"), str(tmp_path / "run")]
     ended = subprocess.run([*command, "--set", "data.train=none.jsonl"], capture_output=True, text=True)
