@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.data import Cursor
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.optim import parameter_names
@@ -49,7 +50,8 @@ class Progress(BaseModel):
     model_config = ConfigDict(frozen=True)
     step: int  # steps done
     row: int  # number of the next row to learn from
-    data_digest: str  # sha256 of the data file
+    cursor: Cursor | None = None  # and its place in the data; checkpoints from before there were cursors have none
+    data_digest: str  # sha256 of the documents that are learned from
     first_loss: float | None = None
     skipped: int = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since

@@ -3,7 +3,9 @@
 # torch leaves `from_numpy` untyped.
 # pyright: reportUnknownMemberType=false
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,65 +13,124 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer.blocks import sample_anchors
+from trainer.blocks import anchor_candidates, sample_anchors
 from trainer.config import TrainConfig
-from trainer.data import Documents, Row, Rows, make_row
+from trainer.data import Cursor, Row, Rows, make_row
 from trainer.features import RowBatch
+from trainer.prepared import Prepared
 
-HELDOUT_SEED = 2**31  # held-out rows have anchors of their own, the same at each measurement
+KEPT_STEPS = 32  # steps whose sources can be asked for: more than the threads work ahead, and a few that are over
+NAMED = 6  # places that a message names
+
+Anchors = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # of a row: anchors and keep
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """Where a step's rows come from."""
+
+    step: int
+    rows: tuple[int, ...]  # their numbers
+    lines: tuple[tuple[int, ...], ...]  # of each row the lines of its documents in the source
+    after: Cursor  # of the row behind them
+    prepared: Prepared
+
+    def __str__(self) -> str:
+        """For an error: the rows and the first of their lines."""
+        lines = [line for row in self.lines for line in row]
+        named = ", ".join(self.prepared.place(line) for line in lines[:NAMED])
+        more = f" and {len(lines) - NAMED} more lines" if len(lines) > NAMED else ""
+        return f"step {self.step}: rows {self.rows[0]}-{self.rows[-1]} ({named}{more})"
 
 
 class Feed:
-    """The batches of a training. All have the same shape: `micro_rows` rows."""
+    """The batches of a training. Those to learn from all have the same shape: `micro_rows` rows and `anchors` anchors.
 
-    def __init__(self, config: TrainConfig, train: Documents, heldout: Documents | None) -> None:
+    Held-out batches hold all anchors that their rows have, so many that they are a multiple of `anchors`.
+
+    Raises DataError when there is nothing to learn from within a row.
+    """
+
+    def __init__(self, config: TrainConfig, train: Prepared, heldout: Prepared | None) -> None:
         settings = config.train
         self._row_tokens = config.data.row_tokens
         self._steps, self._eval_every = settings.steps, settings.eval_every
         self._anchors, self._seed = settings.anchors, settings.seed
+        self._train = train
         self.rows = Rows(train, row_tokens=self._row_tokens, seed=settings.seed, shuffle=config.data.shuffle)
+        self._held = Rows(heldout, row_tokens=self._row_tokens, seed=0, shuffle=False) if heldout else None
         self.micro_rows = settings.micro_rows or settings.rows_per_step
         self.batches_per_step = settings.rows_per_step // self.micro_rows
-        self._heldout = self._batches(rows_once(heldout, self._row_tokens)) if heldout else []
-        self.heldout_batches = len(self._heldout)
+        self.heldout_batches = -(-self._held.epoch_rows() // self.micro_rows) if self._held else 0
+        self._sources: dict[int, StepSource] = {}
 
-    def batches(self, done: int, row: int) -> Iterator[RowBatch]:
-        """All that comes after `done` steps, from `row` on: a step's batches, then the held-out ones when due."""
+    @property
+    def report(self) -> tuple[str, ...]:
+        """What is cut and left out for the rows' length, and how full they are; one line each."""
+        return self.rows.report + (self._held.report if self._held else ())
+
+    def batches(self, done: int, cursor: Cursor) -> Iterator[RowBatch]:
+        """All that comes after `done` steps, from a cursor on: a step's batches, then the held-out ones when due."""
         for step in range(done + 1, self._steps + 1):
+            batches: list[list[Row]] = []
             for _ in range(self.batches_per_step):
-                yield self.learning_batch(row)
-                row += self.micro_rows
+                rows, cursor = self._take(cursor)
+                batches.append(rows)
+            taken = [row for rows in batches for row in rows]
+            # Known before the step's first batch is handed out, to whichever thread.
+            self._sources[step] = StepSource(
+                step, tuple(row.number for row in taken), tuple(row.lines for row in taken), cursor, self._train
+            )
+            self._sources.pop(step - KEPT_STEPS, None)
+            for rows in batches:
+                yield row_batch(rows, self._anchors, self._seed)
             if self.measures_after(step):
-                yield from self._heldout
+                yield from self._heldout()
 
-    def learning_batch(self, row: int) -> RowBatch:
-        """The rows from number `row` on."""
-        rows = [self.rows.row(number) for number in range(row, row + self.micro_rows)]
-        return row_batch(rows, self._anchors, self._seed)
+    def source(self, step: int) -> StepSource:
+        """Where a step's rows come from, once its first batch is there; only of the last 32 steps."""
+        return self._sources[step]
+
+    def learning_batch(self, cursor: Cursor) -> RowBatch:
+        """The rows at a cursor."""
+        return row_batch(self._take(cursor)[0], self._anchors, self._seed)
 
     def measures_after(self, step: int) -> bool:
         """Whether the held-out data is measured after a step: each `eval_every` steps, and at the end."""
         due = step == self._steps or (self._eval_every > 0 and step % self._eval_every == 0)
-        return due and bool(self._heldout)
+        return due and self._held is not None
 
-    def _batches(self, rows: Sequence[Row]) -> list[RowBatch]:
-        """All rows; the last batch is filled up with rows of padding, since the shapes are static."""
-        padding = make_row(0, [], self._row_tokens)
-        cut = [list(rows[start : start + self.micro_rows]) for start in range(0, len(rows), self.micro_rows)]
-        filled = [batch + [padding] * (self.micro_rows - len(batch)) for batch in cut]
-        return [row_batch(batch, self._anchors, HELDOUT_SEED) for batch in filled]
+    def _take(self, cursor: Cursor) -> tuple[list[Row], Cursor]:
+        """The next `micro_rows` rows."""
+        rows: list[Row] = []
+        for _ in range(self.micro_rows):
+            row, cursor = self.rows.row(cursor)
+            rows.append(row)
+        return rows, cursor
 
-
-def rows_once(documents: Documents, row_tokens: int) -> list[Row]:
-    """All documents once, as rows."""
-    rows = Rows(documents, row_tokens=row_tokens, seed=0, shuffle=False)
-    return [rows.row(number) for number in range(rows.epoch_rows())]
+    def _heldout(self) -> Iterator[RowBatch]:
+        """All held-out rows; the last batch is filled up with rows of padding."""
+        assert self._held is not None
+        left = self._held.once()
+        while rows := list(itertools.islice(left, self.micro_rows)):
+            padding = [make_row(0, [], self._row_tokens)] * (self.micro_rows - len(rows))
+            yield all_anchors_batch(rows + padding, self._anchors)
 
 
 def row_batch(rows: Sequence[Row], anchors: int, seed: int) -> RowBatch:
     """Rows as tensors on the CPU, with the anchors that seed and row number draw."""
-    drawn = [sample_anchors(row.loss_mask, row.document_ids, anchors, [seed, row.number]) for row in rows]
+    return _batch(rows, [sample_anchors(row.loss_mask, row.document_ids, anchors, [seed, row.number]) for row in rows])
 
+
+def all_anchors_batch(rows: Sequence[Row], multiple: int) -> RowBatch:
+    """Rows as tensors on the CPU with every anchor they have, filled up to a multiple of `multiple`."""
+    found = [np.flatnonzero(anchor_candidates(row.loss_mask, row.document_ids)) for row in rows]
+    width = max(1, -(-max(map(len, found)) // multiple)) * multiple
+    filled = [np.pad(anchors.astype(np.int64), (0, width - len(anchors))) for anchors in found]
+    return _batch(rows, [(anchors, np.arange(width) < len(own)) for anchors, own in zip(filled, found, strict=True)])
+
+
+def _batch(rows: Sequence[Row], anchors: Sequence[Anchors]) -> RowBatch:
     def stack(arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.stack(arrays))
 
@@ -78,6 +139,8 @@ def row_batch(rows: Sequence[Row], anchors: int, seed: int) -> RowBatch:
         stack([row.loss_mask for row in rows]),
         stack([row.document_ids for row in rows]),
         stack([row.positions for row in rows]),
-        stack([anchors for anchors, _ in drawn]),
-        stack([keep for _, keep in drawn]),
+        stack([chosen for chosen, _ in anchors]),
+        stack([keep for _, keep in anchors]),
+        numbers=tuple(row.number for row in rows),
+        lines=tuple(row.lines for row in rows),
     )

@@ -1,7 +1,10 @@
-"""Conversations to rows: which tokens are learned from, what is refused, and the same rows always."""
+"""Prepared data and its rows: each document once an epoch, the same rows from any cursor, in constant memory."""
 
 import json
+import shutil
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,266 +12,336 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import conversations, tiny_target, write_jsonl
-from transformers import AutoTokenizer
+from tiny_data import counted, write_prepared
 
-from trainer.config import load
-from trainer.data import DataError, Document, Documents, Rows, document_from_line, make_row, pack, read_documents
-from trainer.feed import Feed
+from trainer.blocks import anchor_candidates
+from trainer.conversations import Document
+from trainer.data import Cursor, Row, Rows, make_row, pack, rows_once
+from trainer.prepared import FILES, DataError, Meta, Prepared, open_prepared
+from trainer.shuffle import Permutation
 
-ASSISTANT = "<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
+# --- the order ---
 
 
-def line(*messages: tuple[str, str]) -> bytes:
-    return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}).encode()
+@given(st.integers(1, 3000), st.integers(0, 2**70), st.integers(0, 99))
+def test_an_order_has_every_index_once(size: int, seed: int, epoch: int) -> None:
+    order = Permutation(size, (seed, epoch))(np.arange(size))
+    assert sorted(order.tolist()) == list(range(size))
+    some = np.arange(0, size, 7)
+    assert (Permutation(size, (seed, epoch))(some) == order[some]).all()
 
 
-def supervised(document: Document, tokenizer: Any) -> list[str]:
-    """The texts of the supervised stretches."""
-    texts: list[str] = []
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], document.loss_mask.astype(int), [0]))))
-    for begin, end in edges.reshape(-1, 2):
-        texts.append(tokenizer.decode(document.ids[begin:end]))
-    return texts
+@given(st.integers(1, 2**40), st.integers(0, 99))
+def test_an_order_of_very_many_stays_in_its_bounds_and_never_meets_itself(size: int, seed: int) -> None:
+    asked = np.unique(np.linspace(0, size - 1, 2000).astype(np.int64))
+    order = Permutation(size, (seed,))(asked)
+    assert order.min() >= 0 and order.max() < size and len(np.unique(order)) == len(asked)
 
 
-# --- what is learned from ---
+def test_an_order_is_the_same_everywhere_and_looks_drawn() -> None:
+    assert Permutation(10, (0, 0))(np.arange(10)).tolist() == [5, 4, 1, 2, 0, 9, 3, 7, 8, 6]
+    size = 5000
+    orders = [Permutation(size, (seed,))(np.arange(size)) for seed in range(40)]
+    assert len({order.tobytes() for order in orders}) == 40
+    # A drawn order has about one index in its own place, and neighbours are as far apart as any two: a third of all.
+    assert sum((order == np.arange(size)).sum() for order in orders) < 100
+    assert abs(np.mean([np.abs(np.diff(order)).mean() for order in orders]) / size - 1 / 3) < 0.01
+    # The first ten go to each tenth of the places about as often: chi-square of 9 degrees of freedom.
+    tenths = np.array([np.bincount(order[:10] * 10 // size, minlength=10) for order in orders]).sum(0)
+    assert ((tenths - 40) ** 2 / 40).sum() < 28  # 1 in 1,000 drawn orders would be above
 
 
-def test_the_loss_is_on_the_answers_and_their_ends(tokenizer: Any) -> None:
-    talk = line(
-        ("system", "Be brief."), ("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", " é\n")
-    )
-    document = document_from_line(talk, tokenizer, [tokenizer.eos_token_id], last_turn_only=False)
-    assert supervised(document, tokenizer) == ["Hello.<|im_end|>", " é\n<|im_end|>"]
-    # The tokens are the template's text, whole and in order.
-    written = tokenizer.apply_chat_template(json.loads(talk)["messages"], tokenize=False)
-    assert tokenizer.decode(document.ids) == written
-    last = document_from_line(talk, tokenizer, [tokenizer.eos_token_id], last_turn_only=True)
-    assert supervised(last, tokenizer) == [" é\n<|im_end|>"]
-    assert (last.ids == document.ids).all()
+# --- packing ---
 
 
-def test_an_answer_is_tokenised_as_it_is_while_decoding(tokenizer: Any) -> None:
-    """The prompt's tokens are those of the prompt alone, whatever the answer begins with."""
-    document = document_from_line(
-        line(("user", "Hi?"), ("assistant", "\n\nHello")), tokenizer, [tokenizer.eos_token_id], last_turn_only=False
-    )
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi?"}], tokenize=True, add_generation_prompt=True, return_dict=False
-    )
-    first = int(document.loss_mask.argmax())
-    assert document.ids[:first].tolist() == prompt
-
-
-def test_a_template_that_rewrites_earlier_turns_is_found_out(tokenizer: Any, tiny_folder: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    own.chat_template = (
-        "{% for m in messages %}{% if not loop.last and m.role == 'assistant' %}[old]{% endif %}"
-        "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    talk = line(("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", "Bye."))
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        document_from_line(talk, own, [own.eos_token_id], last_turn_only=False)
-    assert supervised(document_from_line(talk, own, [own.eos_token_id], last_turn_only=True), own) == ["Bye."]
-
-
-def test_a_template_whose_prompt_is_not_how_its_answers_begin_is_found_out(tiny_folder: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    own.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
-    )
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        document_from_line(line(("user", "Hi?"), ("assistant", "Hello.")), own, [own.eos_token_id], last_turn_only=True)
-
-
-def test_a_template_that_changes_the_answer_is_found_out(tiny_folder: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    own.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    with pytest.raises(ValueError, match="don't decode to the answer"):
-        document_from_line(
-            line(("user", "Hi?"), ("assistant", "Hello.")), own, [own.eos_token_id], last_turn_only=False
-        )
-
-
-def test_what_the_template_writes_behind_an_answer_is_not_learned(tiny_folder: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    own.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n[END]\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    talk = line(("user", "Hi?"), ("assistant", "Hello é"), ("user", "Bye?"), ("assistant", "Bye."))
-    document = document_from_line(talk, own, [own.eos_token_id], last_turn_only=False)
-    assert supervised(document, own) == ["Hello é", "Bye."]
-
-
-def test_the_first_of_the_target_s_end_tokens_ends_an_answer(tiny_folder: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    start, end = own.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    own.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|>-<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    talk = line(("user", "Hi?"), ("assistant", "Hello."))
-    for ends, said in (([start, end], "Hello.<|im_start|>"), ([end], "Hello.<|im_start|>-<|im_end|>")):
-        assert supervised(document_from_line(talk, own, ends, last_turn_only=False), own) == [said]
-
-
-def test_a_file_is_read_with_the_target_s_end_tokens_and_the_tokenizer_s(tiny_folder: Path, tmp_path: Path) -> None:
-    own = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    own.chat_template = own.chat_template.replace("<|im_end|>", "<|im_start|>")
-    path = write_jsonl(tmp_path / "data.jsonl", conversations(1))
-    start = own.convert_tokens_to_ids("<|im_start|>")
-    for end_tokens, ended in (([], False), ([start], True)):
-        (document,) = read_documents(path, own, row_tokens=96, end_tokens=end_tokens).documents
-        assert (document.ids[document.loss_mask][-1] == start) == ended
-    usual = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    (document,) = read_documents(path, usual, row_tokens=96, end_tokens=[start]).documents
-    assert document.ids[document.loss_mask][-1] == usual.eos_token_id
-
-
-# --- bad input ---
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (b"{", "Invalid JSON"),
-        (b"[]", "Input should be"),
-        (b'{"text": "x"}', "messages: Field required"),
-        (line(("user", "Hi?")), "no message of the assistant"),
-        (line(("robot", "Hi?"), ("assistant", "x")), "messages.0.role: Input should be 'system', 'user', 'assistant'"),
-        (b'{"messages": [{"role": "assistant", "content": 3}]}', "messages.0.content: Input should be a valid string"),
-        (b'\xff{"messages": []}', ""),
-    ],
-)
-def test_a_malformed_line_is_reported_and_the_rest_goes_on(
-    bad: bytes, reason: str, tokenizer: Any, tmp_path: Path
-) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", conversations(12))
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:4], bad, b"", *lines[4:]]))
-    documents = read_documents(path, tokenizer, row_tokens=96)
-    assert len(documents.documents) == 12
-    (report,) = documents.report
-    assert report.startswith(f"left out {path}:5: ") and reason in report
-
-
-def test_a_file_with_more_than_a_tenth_bad_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", [*conversations(16), {}, {}])
-    with pytest.raises(DataError, match=r"2 of 18 lines can't be used; the first: .*data\.jsonl:17: messages"):
-        read_documents(path, tokenizer, row_tokens=96)
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_a_file_with_nothing_to_learn_from_is_refused(content: str, tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text(content)
-    with pytest.raises(DataError, match="no conversation to learn from in 0 lines"):
-        read_documents(tmp_path / "data.jsonl", tokenizer, row_tokens=96)
-
-
-def test_a_missing_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl can't be read: No such file"):
-        read_documents(tmp_path / "none.jsonl", tokenizer, row_tokens=96)
-
-
-def test_a_tokenizer_without_chat_template_is_refused(tiny_folder: Path) -> None:
-    bare = AutoTokenizer.from_pretrained(tiny_folder / "target")
-    bare.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
-        read_documents(tiny_folder / "train.jsonl", bare, row_tokens=96)
-
-
-def test_a_mask_token_of_the_data_is_refused(tokenizer: Any, tiny_folder: Path) -> None:
-    used = tokenizer("a")["input_ids"][0]
-    with pytest.raises(DataError, match=rf"train\.jsonl:1: holds the mask token {used} \('a'\)"):
-        read_documents(tiny_folder / "train.jsonl", tokenizer, row_tokens=96, mask_token_id=used)
-
-
-def test_what_is_cut_and_what_is_unusable_is_said(tokenizer: Any, tmp_path: Path) -> None:
-    long_prompt = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "yes"}]}
-    path = write_jsonl(tmp_path / "data.jsonl", [*conversations(3, words=30), long_prompt])
-    documents = read_documents(path, tokenizer, row_tokens=64)
-    assert [len(d) for d in documents.documents] == [64] * 3
-    assert documents.report == [
-        f"left out 1 conversations of {path}: no answer of two tokens within 64",
-        f"cut 4 conversations of {path} to 64 tokens",
-    ]
-
-
-# --- rows ---
-
-
-@given(st.lists(st.integers(1, 50), max_size=300), st.randoms())
-def test_packing_puts_every_document_in_one_row_that_holds_it(lengths: list[int], random: Any) -> None:
-    order = list(range(len(lengths)))
-    random.shuffle(order)
-    rows = pack(lengths, order, 50)
+@given(st.lists(st.integers(1, 50), max_size=300))
+def test_packing_puts_every_document_in_one_row_that_holds_it(lengths: list[int]) -> None:
+    rows = pack(lengths, 50)
     assert Counter(d for row in rows for d in row) == Counter(range(len(lengths)))
     assert all(0 < sum(lengths[d] for d in row) <= 50 for row in rows)
+    assert rows == sorted(rows) and all(row == sorted(row) for row in rows)
+    # No two rows fit into one.
+    held = sorted(sum(lengths[d] for d in row) for row in rows)
+    assert len(held) < 2 or held[0] + held[1] > 50
+
+
+def test_rows_are_nearly_full() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.2, 0.8, 4096).astype(int).clip(8, 1024).tolist()
+    assert sum(lengths) / (1024 * len(pack(lengths, 1024))) > 0.99
 
 
 def test_a_row_holds_its_documents_side_by_side() -> None:
     first = Document(np.array([5, 6, 7]), np.array([False, True, True]))
     second = Document(np.array([8]), np.array([True]))
-    row = make_row(3, [first, second], 6)
+    row = make_row(3, [first, second], 6, [11, 12])
     assert row.ids.tolist() == [5, 6, 7, 8, 0, 0]
     assert row.loss_mask.tolist() == [False, True, True, True, False, False]
     assert row.document_ids.tolist() == [0, 0, 0, 1, -1, -1]
     assert row.positions.tolist() == [0, 1, 2, 0, 0, 0]
-    assert row.tokens == 4
+    assert row.tokens == 4 and row.lines == (11, 12)
 
 
-def some_documents() -> Documents:
-    return Documents([Document(np.full(1 + n % 9, n), np.ones(1 + n % 9, dtype=bool)) for n in range(40)], "")
+# --- rows ---
 
 
-def test_row_i_is_always_the_same_whatever_was_asked_before() -> None:
-    in_order = Rows(some_documents(), row_tokens=16, seed=3, shuffle=True)
-    expected = [in_order.row(n).ids.tolist() for n in range(60)]
-    jumping = Rows(some_documents(), row_tokens=16, seed=3, shuffle=True)
-    for n in (59, 0, 31, 30, 5):
-        assert jumping.row(n).ids.tolist() == expected[n]
+def rows_of(prepared: Prepared, *, row_tokens: int = 16, seed: int = 3, shuffle: bool = True) -> Rows:
+    return Rows(prepared, row_tokens=row_tokens, seed=seed, shuffle=shuffle)
 
 
-def test_each_epoch_has_every_document_once_in_a_new_order() -> None:
-    rows = Rows(some_documents(), row_tokens=16, seed=3, shuffle=True)
-    first, second = rows.epoch_rows(0), rows.epoch_rows(1)
-
-    def told(numbers: range) -> list[list[int]]:
-        return [sorted(set(rows.row(n).ids[rows.row(n).document_ids >= 0].tolist())) for n in numbers]
-
-    epochs = told(range(first)), told(range(first, first + second))
-    assert all(Counter(d for row in epoch for d in row) == Counter(range(40)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    other_seed = Rows(some_documents(), row_tokens=16, seed=4, shuffle=True)
-    assert other_seed.row(0).ids.tolist() != rows.row(0).ids.tolist()
-    unshuffled = Rows(some_documents(), row_tokens=16, seed=3, shuffle=False)
-    assert unshuffled.row(0).ids[0] == 0
+def walk(rows: Rows, count: int, cursor: Cursor | None = None) -> list[tuple[Row, Cursor]]:
+    """So many rows, each with the cursor behind it."""
+    walked: list[tuple[Row, Cursor]] = []
+    cursor = cursor or Cursor()
+    for _ in range(count):
+        row, cursor = rows.row(cursor)
+        walked.append((row, cursor))
+    return walked
 
 
-def test_the_feed_is_the_same_from_any_step_on_and_measures_when_due() -> None:
-    toml = b'[target]\npath = "t"\n[data]\ntrain = "d"\nrow_tokens = 16\n'
-    toml += b"[train]\nsteps = 7\nrows_per_step = 4\nmicro_rows = 2\nanchors = 3\neval_every = 3\n"
-    feed = Feed(load(toml), some_documents(), some_documents())
-    assert [feed.measures_after(step) for step in range(1, 8)] == [False, False, True, False, False, True, True]
-    whole = list(feed.batches(0, 0))
-    assert len(whole) == 7 * 2 + 3 * feed.heldout_batches
-    rest = list(feed.batches(4, 16))
-    for got, expected in zip(rest, whole[-len(rest) :], strict=True):
-        assert all((one == other).all() for one, other in zip(vars(got).values(), vars(expected).values(), strict=True))
-    assert {batch.ids_BS.shape for batch in whole} == {(2, 16)}
+def same(one: Row, other: Row) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
 
 
-def test_a_tiny_target_is_saved_as_the_tests_need_it(tmp_path: Path) -> None:
-    folder = tiny_target(tmp_path / "other", layers=4, hidden=32)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+def documents_in(row: Row) -> list[tuple[int, int]]:
+    """The documents of a row: (token, length)."""
+    kept = row.ids[row.document_ids >= 0], row.document_ids[row.document_ids >= 0]
+    return [(int(kept[0][kept[1] == d][0]), int((kept[1] == d).sum())) for d in np.unique(kept[1])]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    st.integers(0, 4),
+    st.integers(2, 24),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_an_epoch_has_each_learnable_document_once_and_any_cursor_gives_the_same_rows(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], prompt: int, row_tokens: int, group: int,
+    shuffle: bool, seed: int,
+) -> None:  # fmt: skip
+    folder = tmp_path_factory.mktemp("epoch") / "prepared"
+    useful = [n for n, length in enumerate(lengths) if min(length, row_tokens) >= prompt + 2]
+    if not any(length >= prompt + 2 for length in lengths):
+        with pytest.raises(DataError, match="has no documents"):
+            counted(folder, lengths, prompt)
+        return
+    prepared = counted(folder, lengths, prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.data.GROUP", group)
+        if not useful:
+            with pytest.raises(DataError, match=f"answer of two tokens within {row_tokens}: raise data.row_tokens"):
+                rows_of(prepared, row_tokens=row_tokens)
+            return
+        rows = rows_of(prepared, row_tokens=row_tokens, seed=seed, shuffle=shuffle)
+        epochs = [rows.epoch_rows(epoch) for epoch in range(3)]
+        walked = walk(rows, sum(epochs) + 1)
+        expected = Counter((n, min(lengths[n], row_tokens)) for n in useful)
+        for epoch, count in enumerate(epochs):
+            begin = sum(epochs[:epoch])
+            met = Counter(found for row, _ in walked[begin : begin + count] for found in documents_in(row))
+            assert met == expected
+            assert {cursor.epoch for _, cursor in walked[begin : begin + count - 1]} <= {epoch}
+        assert [row.number for row, _ in walked] == list(range(len(walked)))
+        for row, _ in walked:
+            assert row.lines == tuple(int(n) + 1 for n, _ in documents_in(row))
+            starts = np.flatnonzero(np.diff(row.document_ids, prepend=-2) * (row.document_ids >= 0))
+            assert (row.positions[starts] == 0).all() and row.positions.max() < row_tokens
+        # From any cursor, and by the number alone, in a fresh place.
+        for number in {0, len(walked) // 3, len(walked) - 1}:
+            before = walked[number - 1][1] if number else Cursor()
+            fresh = rows_of(prepared, row_tokens=row_tokens, seed=seed, shuffle=shuffle)
+            reread = Cursor.model_validate_json(before.model_dump_json())
+            for row, cursor in (fresh.row(reread), fresh.row(fresh.cursor(number))):
+                assert same(row, walked[number][0]) and cursor == walked[number][1]
+            if number:
+                assert fresh.cursor(number) == before
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(tmp_path: Path) -> None:
+    prepared = counted(tmp_path / "p", [2 + n % 9 for n in range(60)])
+    rows = rows_of(prepared)
+
+    def told(rows: Rows, epoch: int) -> list[list[tuple[int, int]]]:
+        begin = sum(rows.epoch_rows(e) for e in range(epoch))
+        return [documents_in(row) for row, _ in walk(rows, rows.epoch_rows(epoch), rows.cursor(begin))]
+
+    first, second, other = told(rows, 0), told(rows, 1), told(rows_of(prepared, seed=4), 0)
+    assert first != second and first != other
+    neighbours = [{frozenset(row) for row in rows if len(row) > 1} for rows in (first, second)]
+    assert len(neighbours[0] & neighbours[1]) < len(neighbours[0]) / 2
+    assert told(rows_of(prepared, shuffle=False), 0)[0][0][0] == 0
+
+
+def test_a_cursor_beyond_what_is_there_goes_on_behind_it(tmp_path: Path) -> None:
+    rows = rows_of(counted(tmp_path / "p", [9] * 5))
+    for cursor, epoch in ((Cursor(row=7, index=99), 1), (Cursor(row=7, epoch=2, group=9, index=1), 3)):
+        row, after = rows.row(cursor)
+        assert row.number == 7 and same(row, rows.row(Cursor(row=7, epoch=epoch))[0]) and after.row == 8
+
+
+def test_what_is_cut_and_what_is_skipped_is_said(tmp_path: Path) -> None:
+    documents = [([1] * 50, [0] * 10 + [1] * 40), ([2] * 50, [0] * 31 + [1] * 19), ([3] * 20, [1] * 20)]
+    rows = rows_of(write_prepared(tmp_path / "p", documents), row_tokens=32)
+    assert (rows.cut, rows.skipped) == (1, 1)
+    assert rows.report == (
+        "cut 1 of 3 conversations of made.jsonl to 32 tokens",
+        "left out 1 of 3 conversations of made.jsonl: no answer of two tokens within 32",
+        "made.jsonl: about 2 rows an epoch, 81.2% full",
+    )
+    assert sorted(documents_in(row) for row, _ in walk(rows, 2)) == [[(1, 32)], [(3, 20)]]
+    # One token more, and the second has an anchor.
+    assert rows_of(rows.prepared, row_tokens=33).skipped == 0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 14))
+def test_a_document_is_useful_exactly_when_it_has_an_anchor(
+    tmp_path_factory: pytest.TempPathFactory, mask: list[bool], row_tokens: int
+) -> None:
+    folder = tmp_path_factory.mktemp("useful") / "p"
+    prepared = write_prepared(folder, [([1, 1], [1, 1]), ([2] * len(mask), [int(m) for m in mask])])
+    here = np.array(mask)[:row_tokens]
+    useful = anchor_candidates(here, np.zeros(len(here), dtype=np.int64)).any()
+    if row_tokens < 2:
+        with pytest.raises(DataError):
+            rows_of(prepared, row_tokens=row_tokens)
+        return
+    found = {token for row in rows_once(prepared, row_tokens) for token, _ in documents_in(row)}
+    assert found == ({1, 2} if useful else {1})
+
+
+def test_once_is_the_first_epoch_in_the_documents_order(tmp_path: Path) -> None:
+    prepared = counted(tmp_path / "p", [5] * 10)
+    assert [documents_in(row) for row in rows_once(prepared, 10)] == [[(n, 5), (n + 1, 5)] for n in range(0, 10, 2)]
+
+
+# --- the folder ---
+
+
+def test_a_folder_gives_back_what_was_written(tmp_path: Path) -> None:
+    prepared = write_prepared(tmp_path / "p", [([7, 8, 9], [0, 1, 1]), ([5], [1]), ([8, 8], [1, 1])])
+    assert len(prepared) == 2 and prepared.tokens == 5 and prepared.meta.learned == 4 and prepared.meta.wordless == 1
+    assert prepared.document(0, 9).ids.tolist() == [7, 8, 9] and prepared.document(0, 2).ids.tolist() == [7, 8]
+    assert prepared.document(1, 9).loss_mask.tolist() == [True, True]
+    assert [prepared.line(0), prepared.line(1)] == [1, 3]
+    assert prepared.counts[[5, 7, 8]].tolist() == [0, 1, 3]
+    assert prepared.first_place_of(8) == "made.jsonl:1" and prepared.first_place_of(5) == "nowhere"
+    assert prepared.report == ("left out 1 of 3 records of made.jsonl: no answer of two tokens",)
+
+
+def test_a_token_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.prepared.SLICE", 4)
+    prepared = counted(tmp_path / "p", [3, 5, 2, 7])
+    assert [prepared.first_place_of(n) for n in range(4)] == [f"made.jsonl:{n}" for n in range(1, 5)]
+
+
+def test_documents_are_told_apart_by_their_digest(tmp_path: Path) -> None:
+    made = [([1, 2, 3], [0, 1, 1]), ([4, 5], [1, 1])]
+    others = [
+        [made[1], made[0]], [([1, 2, 3], [1, 1, 1]), made[1]], [([1, 2], [1, 1]), ([3, 4, 5], [1, 1, 1])], made[:1],
+    ]  # fmt: skip
+    digests = {write_prepared(tmp_path / str(n), documents).digest for n, documents in enumerate([made, made, *others])}
+    assert len(digests) == 5
+
+
+def damage_size(folder: Path) -> None:
+    path = folder / "ids.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_meta(folder: Path, **changes: Any) -> None:
+    path = folder / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (damage_size, r"is damaged: ids\.bin has 19 bytes, not 20; prepare it again: delete"),
+        (lambda folder: (folder / "lines.bin").unlink(), r"is damaged: lines\.bin is missing"),
+        (
+            lambda folder: (folder / "meta.json").unlink(),
+            r"is no prepared data: meta\.json can't be read: No such file",
+        ),
+        (lambda folder: (folder / "meta.json").write_text("{"), r"meta\.json is damaged"),
+        (lambda folder: (folder / "meta.json").write_text("{}"), r"meta\.json is damaged \(schema_version Field"),
+        (lambda folder: damage_meta(folder, learned=1), r"meta\.json is not what was written"),
+        (lambda folder: damage_meta(folder, tokens="x"), r"meta\.json is damaged \(tokens Input should be"),
+        (lambda folder: damage_meta(folder, schema_version=2, new=3), "schema_version 2 is newer than this trainer"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_name(harm: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+    write_prepared(tmp_path / "p", [([7, 8, 9], [0, 1, 1]), ([8, 8], [1, 1])])
+    harm(tmp_path / "p")
+    with pytest.raises(DataError, match=why) as caught:
+        open_prepared(tmp_path / "p")
+    assert str(tmp_path / "p") in str(caught.value)
+
+
+@pytest.mark.parametrize(("file", "value"), [("ids", 300), ("ids", -1), ("offsets", 99), ("offsets", -1)])
+def test_a_damaged_document_is_refused_when_it_is_read(file: str, value: int, tmp_path: Path) -> None:
+    write_prepared(tmp_path / "p", [([7, 8, 9], [0, 1, 1]), ([8, 8], [1, 1])])
+    path = tmp_path / "p" / f"{file}.bin"
+    values = np.fromfile(path, dtype=FILES[file])
+    values[1] = value
+    values.tofile(path)
+    with pytest.raises(DataError, match="document 0 is damaged"):
+        open_prepared(tmp_path / "p").document(0, 99)
+
+
+# --- memory ---
+
+
+def big_prepared(folder: Path, documents: int, length: int) -> Prepared:
+    """Many documents, written at once; their tokens are a hole in the file that takes no place on the disk."""
+    write_prepared(folder, [([0] * length, [1] * length)])
+    tokens = documents * length
+    with (folder / "ids.bin").open("wb") as file:
+        file.truncate(4 * tokens)
+    with (folder / "mask.bin").open("wb") as file:
+        file.truncate(tokens)
+    with (folder / "offsets.bin").open("wb") as offsets, (folder / "lines.bin").open("wb") as lines:
+        for start in range(0, documents, 1 << 16):
+            here = np.arange(start, min(start + (1 << 16), documents), dtype="<i8")
+            offsets.write((here * length).tobytes())
+            lines.write((here + 1).tobytes())
+        offsets.write(np.array(tokens, dtype="<i8").tobytes())
+    with (folder / "first.bin").open("wb") as file:
+        file.truncate(4 * documents)
+    meta = Meta.model_validate_json((folder / "meta.json").read_bytes())
+    sizes = {name: (folder / name).stat().st_size for name in meta.bytes}
+    meta = meta.model_copy(update={"documents": documents, "tokens": tokens, "bytes": sizes})
+    (folder / "meta.json").write_text(meta.sealed().model_dump_json())
+    return open_prepared(folder)
+
+
+def peak_of(folder: Path, documents: int, length: int) -> int:
+    """Bytes that opening the data, going on far inside of it and reading two groups of rows takes at most."""
+    big_prepared(folder, documents, length)
+    tracemalloc.start()
+    try:
+        rows = rows_of(open_prepared(folder), row_tokens=2 * length)
+        cursor = Cursor(row=12345, epoch=3, group=rows.groups // 2)
+        for _ in range(3000):
+            row, cursor = rows.row(cursor)
+        assert row.tokens == 2 * length and len({*row.lines}) == 2
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        shutil.rmtree(folder)
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    small = peak_of(tmp_path / "small", 10_000, 32)
+    large = peak_of(tmp_path / "large", 2_000_000, 32)
+    # One value a document would be 16 MB, their tokens 320 MB.
+    assert large < small + 2_000_000, f"{small:,} bytes for 10,000 documents, {large:,} for 2,000,000"
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_with_data_larger_than_it(tmp_path: Path, soak: bool) -> None:
+    if not soak:
+        pytest.skip("with --soak")
+    small = peak_of(tmp_path / "small", 10_000, 4096)
+    large = peak_of(tmp_path / "large", 20_000_000, 4096)  # 328 GB of tokens in a hole of the file
+    assert large < small + 2_000_000, f"{small:,} bytes for 10,000 documents, {large:,} for 20,000,000"

@@ -17,8 +17,8 @@ from tiny_targets import TEMPLATE, THINKING_TEMPLATE, tiny_target
 
 from trainer.__main__ import main as command
 from trainer.chat import prompt_tokens
-from trainer.data import read_documents
 from trainer.generate import Generated, generate, top_p
+from trainer.prepare import prepared_data
 from trainer.regenerate import Counts, answer, in_order, in_place_of, main, sample_prompts, text_reader, user_header
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
@@ -146,8 +146,8 @@ def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path, t
         assert question["content"] in prompts and len(said["content"]) >= 2
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = read_documents(file, target.tokenizer, row_tokens=256)  # what training makes of them
-    assert len(read.documents) == len(rows)
+    read = prepared_data(file, target.tokenizer, into=tmp_path / "prepared")  # what training makes of them
+    assert len(read) == len(rows)
 
 
 def run(saved: Path, out: Path, seed: int = 3, *more: str) -> list[dict[str, Any]]:
