@@ -1,9 +1,9 @@
 """The DFlash drafter, its tensors named as in the z-lab format that transformers, SGLang and vLLM load.
 
 A block of T tokens (the clean anchor token, then T-1 masks) is denoised in one forward. Each layer attends from the
-block's tokens to the context's keys and values, projected from the target's features, and to the block itself, in both
-directions. The context is never updated: every layer projects the same `context` anew. Embedding and head are the
-target's, frozen, and not in the model.
+block's tokens to the context's keys and values, projected from the target's features, and to the block itself: to all
+of both, unless the config gives it a sliding window or causal blocks (blocks.Sight). The context is never updated:
+every layer projects the same `context` anew. Embedding and head are the target's, frozen, and not in the model.
 
 Shape legend: see features.py. `head_dim` is written D, attention heads A, key/value heads G.
 """

@@ -136,9 +136,11 @@ class DraftConfig:
         """The config.json of the z-lab format; block_size stands in both places that loaders look at.
 
         is_causal is left out where layers differ: loaders then take the sliding ones as causal and the others not.
+        Where that would be wrong, dflash_config says it a second time, for loaders that don't know is_causal yet.
         """
         scaling = None if self.rope_scaling is None else dict(self.rope_scaling)
         scales = {"input_embedding_scale": self.embedding_scale, "output_multiplier": self.logit_scale}
+        told_again = self.causal is not None and (self.causal or SLIDING in self.layer_types)
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -148,6 +150,7 @@ class DraftConfig:
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
                 "block_size": self.block_size,
+                **({"causal": self.causal} if told_again else {}),
                 **{key: scale for key, scale in scales.items() if scale != 1},
             },
             **({} if self.causal is None else {"is_causal": self.causal}),

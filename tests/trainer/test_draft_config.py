@@ -63,6 +63,10 @@ def test_any_config_comes_back_from_its_file(config: DraftConfig) -> None:
     assert data["use_sliding_window"] == (SLIDING in data["layer_types"])
     mixed = len({(sight.window is None, sight.causal) for sight in config.sights}) == 2 and config.causal is None
     assert ("is_causal" in data) == (not mixed)
+    # A loader that knows dflash_config's causal alone, and otherwise goes by the kinds, sees the same.
+    told = data["dflash_config"].get("causal")
+    read = [slides if told is None else told for slides in (kind == SLIDING for kind in config.layer_types)]
+    assert read == [config.sights[own].causal for own in config.layer_sights]
     for key, scale in (("input_embedding_scale", config.embedding_scale), ("output_multiplier", config.logit_scale)):
         assert data["dflash_config"].get(key, 1.0) == scale and (key in data["dflash_config"]) == (scale != 1)
 
