@@ -69,14 +69,22 @@ class Parts:
 
     def narrowed_model(self, window: int) -> Any:
         """The whole model with another attention window: a copy that shares all weights."""
-        trunk = changed(self.trunk)
-        trunk.config = copy.copy(self.config)
-        trunk.config.sliding_window = window
-        return self._with(self.model, self.path.split("."), trunk)
+        narrow = copy.copy(self.config)
+        narrow.sliding_window = window
+        return self._narrowed(self.model, self.path.split("."), narrow)
 
-    def _with(self, module: Any, path: Sequence[str], trunk: Any) -> Any:
-        inner = trunk if len(path) == 1 else self._with(getattr(module, path[0]), path[1:], trunk)
-        return changed(module, **{path[0]: inner})
+    def _narrowed(self, module: Any, path: Sequence[str], narrow: Any) -> Any:
+        copied = changed(
+            module, **({path[0]: self._narrowed(getattr(module, path[0]), path[1:], narrow)} if path else {})
+        )
+        if (config := getattr(module, "config", None)) is self.config:
+            copied.config = narrow
+        elif config is not None:  # a model with other senses holds the text's config in its own
+            copied.config = copy.copy(config)
+            for name, value in vars(config).items():
+                if value is self.config:
+                    setattr(copied.config, name, narrow)
+        return copied
 
 
 def changed(module: Any, **children: nn.Module) -> Any:
@@ -98,10 +106,11 @@ class Hooked:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.model: Any = parts.model
         self.num_layers: int = parts.config.num_hidden_layers
         self.embedding_scale = self.logit_scale = 1.0
         """Set by the proofs, which measure them."""
-        self.no_cache: str | None = None
+        self.no_cache = None if cache_argument(parts.trunk.forward) else "their forward takes no cache"
         """Why it can't decode step by step, if it can't."""
         kinds: set[str] = set(getattr(parts.config, "layer_types", None) or ())
         self.window: int | None = getattr(parts.config, "sliding_window", None) if kinds != {KINDS[0]} else None
@@ -110,7 +119,7 @@ class Hooked:
             raise TargetError("its config has sliding layers, but no sliding_window")
         accepted = inspect.signature(parts.trunk.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self._cache_name = cache_argument(parts.trunk.forward)
+        self._cache_name = str(cache_argument(parts.trunk.forward))
         self._cut: dict[int, Any] = {self.num_layers: parts.trunk}
         self._thread = threading.local()
         for index, layer in enumerate(parts.layers):
@@ -147,7 +156,7 @@ class Hooked:
         cache.make_room(new)
         positions = torch.arange(past, past + new, device=ids_Q.device)[None]
         mask = self._masks(lambda window: step_mask(past, new, ids_Q.device, window))
-        more: dict[str, Any] = {"use_cache": True, str(self._cache_name): cache.inner}
+        more: dict[str, Any] = {"use_cache": True, self._cache_name: cache.inner}
         features_BQF, final_BQH = self._run(self.parts.trunk, ids_Q[None], positions, mask, layer_ids, **more)
         cache.commit(new)
         return final_BQH[0, -last:], features_BQF

@@ -34,14 +34,17 @@ def num_kv_heads(config: Any) -> int:
     return found if isinstance(found, int) and found > 0 and heads % found == 0 else heads
 
 
+def has_experts(config: Any) -> bool:
+    return _first(config, EXPERTS) is not None
+
+
 def intermediate_size(config: Any) -> int:
     """The target's own; 3 hidden sizes where that is only one small expert's, 4 where the config says nothing."""
     hidden = int(config.hidden_size)
     found = _first(config, ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
     if isinstance(found, list):
         found = max(cast("list[int]", found))
-    has_experts = _first(config, EXPERTS) is not None
-    if has_experts and (found is None or found < 2 * hidden):
+    if has_experts(config) and (found is None or found < 2 * hidden):
         return 3 * hidden
     return int(found) if found else 4 * hidden
 

@@ -58,9 +58,11 @@ def tiny_target(family: str = "llama", seed: int = 0, layers: int = 6, **changes
     return TargetModel(model, tokenizer)
 
 
-def drafter_for(target: TargetModel, *, layers: int = 1, block: int = 16) -> DraftModel:
+def drafter_for(
+    target: TargetModel, *, layers: int = 1, block: int = 16, mask_token_id: int | None = None
+) -> DraftModel:
     """A random drafter that fits the target."""
-    return DraftModel(target.draft_config(layers, block, (1, 2, 3)))
+    return DraftModel(target.draft_config(layers, block, (1, 2, 3), mask_token_id))
 
 
 def document_features(target: TargetModel, ids_BS: torch.Tensor, layer_ids: Sequence[int]) -> torch.Tensor:
