@@ -1,6 +1,7 @@
 """`python -m trainer eval`: prompts, figures, what is printed, and bad input in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,23 @@ def test_a_drafter_of_another_target_is_refused(
     save_drafter(tmp_path / "drafter", model, model.config)
     assert main(words) == 1
     assert "made for another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("embedding_scale", 12.0, "scale of embeddings 12.0, not 1.0"),
+        ("logit_scale", 0.9, "scale of logits 0.9, not 1.0"),
+        ("logit_scale", 1.01, None),  # the target was in bfloat16 when it was measured
+    ],
+)
+def test_a_drafter_of_another_scale_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: float, reason: str | None
+) -> None:
+    model = drafter_for(tiny_target(), block=4)
+    save_drafter(tmp_path / "drafter", model, replace(model.config, **{name: value}))
+    assert main([*words, "--prompts", "1"]) == (1 if reason else 0)
+    assert reason is None or reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

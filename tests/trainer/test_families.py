@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from trainer.byhand import ByHand
+from trainer.generate import generate
 from trainer.hooked import Hooked
 from trainer.refused import check_config
 from trainer.speculate import compare, decode_plain, decode_speculative
@@ -351,6 +352,11 @@ def test_rows_beyond_where_rope_changes_are_refused() -> None:
     with pytest.raises(ValueError, match="the target has 16"):
         decode_plain(target, [5] * 10, 8)
     assert target.draft_config(1, 4, (1,), 99).rope_scaling is None
+
+
+def test_many_at_once_are_decoded_by_hand_alone() -> None:
+    with pytest.raises(TargetError, match="mistral models can't be run by hand; only llama and qwen3 can"):
+        next(generate(target_of("mistral"), [[5]], 2, frozenset(), slots=1))
 
 
 # --- loading ---

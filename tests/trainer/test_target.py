@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_targets import document_features, real_model_folder, tiny_target
 from torch import nn
 
-from trainer.masks import document_mask
+import dflash_ops
+from trainer import sizes
+from trainer.masks import document_mask, step_mask
 from trainer.target import TargetError, TargetModel, first_line, load_target
 
 FAMILIES = ["llama", "qwen3"]
@@ -49,6 +53,13 @@ def test_features_are_the_hidden_states_after_the_layers(family: str) -> None:
     features = document_features(target, ids, layer_ids)
     torch.testing.assert_close(features, hidden_states(target, ids, layer_ids), rtol=1e-5, atol=1e-5)
     assert not features.requires_grad
+    positions = torch.arange(17).expand_as(ids)
+    both, final = target.features_and_final(ids, torch.zeros_like(ids), positions, layer_ids)
+    assert torch.equal(both, features)
+    with torch.no_grad():
+        logits = target.model(ids, use_cache=False).logits
+    torch.testing.assert_close(target.logits(final), logits, rtol=1e-4, atol=1e-4)
+    assert (target.embedding_scale, target.logit_scale) == (1.0, 1.0)
 
 
 def test_features_of_the_real_model() -> None:
@@ -84,13 +95,20 @@ def test_features_stop_after_the_last_captured_layer() -> None:
     torch.testing.assert_close(document_features(target, random_ids(target, 1, 6), (1, 3)), wanted, rtol=0, atol=0)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 4))
-def test_the_mask_stays_inside_the_documents(lengths: list[int], padding: int) -> None:
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 4), st.none() | st.integers(1, 9))
+def test_the_mask_stays_inside_the_documents(lengths: list[int], padding: int, window: int | None) -> None:
     documents = [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
-    mask = document_mask(torch.tensor([documents]))[0, 0]
+    mask = document_mask(torch.tensor([documents]), window)[0, 0]
     for query, own in enumerate(documents):
         seen = [key for key in range(len(documents)) if mask[query, key]]
-        assert seen == [key for key in range(query + 1) if documents[key] == own]
+        first = 0 if window is None else query - window + 1
+        assert seen == [key for key in range(query + 1) if documents[key] == own and key >= first]
+
+
+@given(st.integers(0, 9), st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_a_step_sees_what_the_same_tokens_see_in_one_pass(past: int, new: int, window: int | None) -> None:
+    whole = document_mask(torch.zeros(1, past + new, dtype=torch.long), window)
+    assert torch.equal(step_mask(past, new, torch.device("cpu"), window), whole[:, :, past:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,12 +159,60 @@ def test_mask_token_rules_in_their_order() -> None:
     padded.tokenizer.mask_token = "~"
     assert padded.mask_token() == padded.tokenizer.convert_tokens_to_ids("~")
     target.tokenizer.chat_template += "<reserved>"
-    with pytest.raises(TargetError, match="give mask_token_id"):
+    with pytest.raises(TargetError, match=r"no unused token .*it has no reserved one.*give mask_token_id"):
         target.mask_token()
 
 
+def test_a_mask_token_never_occurs_in_the_data() -> None:
+    target = tiny_target(vocab_size=100 + 8)
+    counts = np.zeros(108, dtype=np.int64)
+    counts[[3, 9, 100]] = 5, 1234, 1
+    assert target.mask_token(8, counts) == 8
+    with pytest.raises(TargetError, match=r"mask_token_id 9 \('&'\) occurs 1,234 times in the data"):
+        target.mask_token(9, counts)
+    assert target.mask_token(counts=counts) == 101  # the first free row but one
+    target.tokenizer.mask_token = "&"  # occurs
+    assert target.mask_token(counts=counts) == 101
+    full = tiny_target()
+    with pytest.raises(TargetError, match="all 1 reserved tokens occur in the data"):
+        full.mask_token(counts=counts[:100])
+    assert full.mask_token(counts=np.zeros(100, dtype=np.int64)) == 3
+
+
+def test_pad_and_end_tokens_are_no_mask_token() -> None:
+    target = tiny_target()
+    for end in target.end_tokens():
+        with pytest.raises(TargetError, match="ends or fills the texts themselves"):
+            target.mask_token(end)
+    target.tokenizer.mask_token = target.tokenizer.pad_token  # as some tokenizers have it
+    assert target.mask_token() == 3
+    target.model.generation_config.eos_token_id = [2, 3]
+    with pytest.raises(TargetError, match="no unused token"):
+        target.mask_token()
+
+
+def test_an_unused_row_may_lie_between_the_tokens() -> None:
+    """Ids with a gap: as many tokens as the last id says are there, or fewer."""
+    target = tiny_target(vocab_size=101)
+    tokenizer = target.tokenizer
+    vocabulary = {token: id + (id >= 50) for token, id in tokenizer.get_vocab().items()}
+    tokenizer.get_vocab = lambda: vocabulary
+    assert len(tokenizer) == 100 and target.mask_token() == 50
+
+
 def test_the_real_model_s_mask_token_is_its_reserved_one() -> None:
-    assert load_target(real_model_folder()).mask_token() == 16  # <empty_output>
+    target = load_target(real_model_folder())
+    assert target.mask_token() == 16  # <empty_output>
+    lines = (Path(dflash_ops.__file__).parent / "demo" / "heldout.jsonl").read_text().splitlines()
+    counts = np.zeros(target.config.vocab_size, dtype=np.int64)
+    for line in lines:
+        text = target.tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
+        np.add.at(counts, target.tokenizer.encode(text), 1)
+    assert counts.sum() > 1000 and counts[2] > len(lines)  # its end token
+    assert target.mask_token(counts=counts) == 16 and counts[16] == 0
+    counts[16] = 1
+    other = target.mask_token(counts=counts)
+    assert other < 16 and counts[other] == 0 and target.tokenizer.convert_ids_to_tokens(other).startswith("<")
 
 
 def test_draft_config_takes_the_target_s_sizes() -> None:
@@ -155,6 +221,90 @@ def test_draft_config_takes_the_target_s_sizes() -> None:
     assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 2, 8)
     assert config.target_layer_ids == (1, 4)
     assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert (config.layer_types, config.sliding_window, config.causal) == (("full_attention",) * 2, None, False)
+
+
+def test_draft_config_slides_where_it_is_told() -> None:
+    target = tiny_target()
+    every = target.draft_config(2, 8, (1,), sliding_window=64, causal=True)
+    assert (every.layer_types, every.sliding_window, every.causal) == (("sliding_attention",) * 2, 64, True)
+    one = target.draft_config(3, 8, (1,), sliding_window=64, sliding_layers=[0, 2])
+    assert one.layer_types == ("sliding_attention", "full_attention", "sliding_attention")
+    with pytest.raises(ValueError, match=r"sliding_layers .0.: a sliding_window is needed"):
+        target.draft_config(2, 8, (1,), sliding_layers=[0])
+    with pytest.raises(ValueError, match=r"sliding_layers .2.: the drafter has layers 0\.\.1"):
+        target.draft_config(2, 8, (1,), sliding_window=64, sliding_layers=[0, 2])
+
+
+def test_wanted_layers_that_the_target_lacks_are_named() -> None:
+    with pytest.raises(ValueError, match=r"target_layer_ids .6.: the target has layers 0\.\.5"):
+        tiny_target().draft_config(2, 8, (1, 6))
+
+
+def config_of(**values: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"hidden_size": 64, "num_attention_heads": 4, **values})
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (config_of(), (10_000.0, None)),
+        (config_of(rope_parameters=None, rope_theta=5e5), (5e5, None)),
+        (config_of(rope_parameters={"rope_type": "default", "rope_theta": 1e6}), (1e6, None)),
+        # partial: the drafter turns its whole head
+        (
+            config_of(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+            (1e4, None),
+        ),
+        (
+            config_of(rope_parameters={**YARN, "partial_rotary_factor": 0.5, "mrope_section": [1, 2]}),
+            (1e6, {name: value for name, value in YARN.items() if name != "rope_theta"}),
+        ),
+        (
+            config_of(
+                rope_parameters={
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                }
+            ),
+            (1e6, {"rope_type": "linear", "factor": 8.0}),
+        ),
+        (config_of(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0]}), (1e4, None)),
+    ],
+)
+def test_rope_of_any_config(config: Any, wanted: tuple[float, dict[str, Any] | None]) -> None:
+    assert sizes.rope(config) == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (config_of(intermediate_size=100), 100),
+        (config_of(ffn_dim=96), 96),
+        (config_of(n_inner=None), 256),
+        (config_of(intermediate_size=48, num_experts=8), 192),  # one expert's alone
+        (config_of(num_local_experts=8, intermediate_size=224), 224),
+        (config_of(num_experts=8, moe_intermediate_size=16), 192),
+        (config_of(intermediate_size=[64, 80]), 80),
+    ],
+)
+def test_intermediate_size_of_any_config(config: Any, wanted: int) -> None:
+    assert sizes.intermediate_size(config) == wanted
+
+
+def test_other_sizes_of_any_config() -> None:
+    assert sizes.num_kv_heads(config_of(num_key_value_heads=2)) == 2
+    assert sizes.num_kv_heads(config_of(num_key_value_heads=3)) == 4  # not evenly: all heads
+    assert sizes.num_kv_heads(config_of()) == 4
+    assert (sizes.head_dim(config_of(head_dim=32)), sizes.head_dim(config_of())) == (32, 16)
+    assert (sizes.norm_eps(config_of(layer_norm_epsilon=1e-3)), sizes.norm_eps(config_of())) == (1e-3, 1e-6)
+    assert (sizes.max_positions(config_of(max_seq_len=99)), sizes.max_positions(config_of())) == (99, 2048)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert sizes.fixed_positions(config_of(rope_parameters=dynamic, max_position_embeddings=512)) == 512
+    assert sizes.fixed_positions(config_of(rope_parameters=YARN)) is None
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
