@@ -5,7 +5,7 @@ specification's own words. It uses none of the model's modules and none of block
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -248,19 +248,39 @@ def flex_given(config: DraftConfig, dtype: torch.dtype) -> Given:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, torch.float64) for kind in KINDS), ("mixed", torch.float32)], ids=str
-)
-def test_flex_attention_is_the_dense_path(kind: str, dtype: torch.dtype) -> None:
+@each_kind
+def test_flex_attention_is_the_dense_path(config: DraftConfig) -> None:
     """Not compiled: flex attention then reads the predicate. The tiles: below, and test_blocks.py."""
-    config = KINDS[kind]
-    model, given = drafter(config, dtype), flex_given(config, dtype)
+    model, given = drafter(config), flex_given(config, torch.float64)
+    dense = given.hidden(model)
+    torch.testing.assert_close(with_flex(model, given), dense, rtol=0, atol=1e-11 * float(dense.abs().max()))
+
+
+def with_flex(model: Callable[..., Tensor], given: Given) -> Tensor:
+    """The training forward as a GPU runs it, [N, T, H]."""
     blocks = given.blocks()
-    masks = tuple(tile_mask(blocks, given.row_tokens, sight) for sight in config.sights)
-    flex = model(given.features, given.embeds(blocks), given.positions, blocks.positions_BQ, masks)
-    dense = given.hidden(model).flatten(0, 1)[None]
-    tolerance = 1e-11 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(flex, dense, rtol=0, atol=tolerance * float(dense.abs().max()))
+    masks = tuple(tile_mask(blocks, given.row_tokens, sight) for sight in given.config.sights)
+    hidden = model(given.features, given.embeds(blocks), given.positions, blocks.positions_BQ, masks)
+    return hidden[0].unflatten(0, (len(given.anchors), -1))
+
+
+def test_a_drafter_of_several_sights_is_traced_whole_and_once_for_all_batches() -> None:
+    """As the compiler of a GPU traces it, without making kernels: batches of the same shapes are one graph."""
+    config = KINDS["mixed"]
+    model, graphs = drafter(config, torch.float32), 0
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(model, backend=count, dynamic=False, fullgraph=True)
+    for shift in range(3):
+        given = flex_given(config, torch.float32)
+        given.anchors = [anchor + shift if anchor < 370 else anchor for anchor in given.anchors]
+        dense = given.hidden(model)
+        torch.testing.assert_close(with_flex(compiled, given), dense, rtol=0, atol=1e-4 * float(dense.abs().max()))
+    assert graphs == 1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
