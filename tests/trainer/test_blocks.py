@@ -195,7 +195,7 @@ def test_the_dense_mask_is_the_specification(block_size: int, sight: Sight) -> N
     assert dense.diagonal(20, 2, 3).all()  # each slot sees itself: nobody is left with nothing to see
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 250), max_size=6), min_size=1, max_size=2),
     row_tokens=st.integers(1, 640),
@@ -262,13 +262,38 @@ def test_a_tile_is_full_only_where_every_query_sees_all_of_it(sight: Sight, tile
     assert full_tiles(batch, 16, sight) == tiles
 
 
+@pytest.mark.parametrize(
+    ("lengths", "anchor", "window", "tiles"),
+    [
+        ([640], 300, 174, [0, 1, 2, 5]),  # the window begins at 127, the last token of tile 0
+        ([640], 300, 173, [1, 2, 5]),
+        ([127, 513], 300, None, [0, 1, 2, 5]),  # the document does
+        ([128, 512], 300, None, [1, 2, 5]),
+        ([640], 385, 129, [2, 3, 5]),  # the anchor's last token before it is the first of tile 3
+        ([640], 384, 129, [2, 5]),
+        ([640], 0, None, [5]),
+        ([640], 300, 1, [2, 5]),  # nothing to see in tile 2, but it holds the window's empty place
+    ],
+)
+def test_a_tile_is_visited_for_a_single_token_and_passed_over_for_none(
+    lengths: list[int], anchor: int, window: int | None, tiles: list[int]
+) -> None:
+    batch = Batch([row_of(lengths, 640)], np.array([[anchor]]), np.ones((1, 1), dtype=bool))
+    mask, expected = tile_mask(batch.blocks(16), 640, Sight(window)), spelled_out(batch, 16, Sight(window))
+    assert (expanded(mask, *expected.shape) == expected).all()
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    visited = mask.kv_indices[0, 0, 0, : int(mask.kv_num_blocks)].tolist()
+    visited += mask.full_kv_indices[0, 0, 0, : int(mask.full_kv_num_blocks)].tolist()
+    assert sorted(visited) == tiles
+
+
 def test_a_full_tile_is_lost_to_one_early_anchor_or_one_slot_without() -> None:
     row = row_of([640], 640)
     assert full_tiles(Batch([row], np.array([[600, 255]]), np.array([[True, True]])), 16, Sight()) == [0]
     assert full_tiles(Batch([row], np.array([[600, 300]]), np.array([[True, False]])), 16, Sight()) == []
 
 
-@settings(max_examples=10 * settings.default.max_examples)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(
     context=st.integers(0, 40),
     block_size=st.integers(2, 16),
