@@ -66,8 +66,13 @@ class StateFile(BaseModel):
     own: str = ""  # sha256 of this content with `own` empty
 
     def sealed(self) -> "StateFile":
-        content = self.model_copy(update={"own": ""}).model_dump_json().encode()
-        return self.model_copy(update={"own": hashlib.sha256(content).hexdigest()})
+        whole = StateFile.model_validate_json(self.model_dump_json())  # every field is set, as when it is read again
+        return whole.model_copy(update={"own": whole.seal()})
+
+    def seal(self) -> str:
+        """What `own` has to be: of the fields that the file has, so that one from before a new field keeps its own."""
+        content = self.model_copy(update={"own": ""}).model_dump_json(exclude_unset=True).encode()
+        return hashlib.sha256(content).hexdigest()
 
 
 class CheckpointError(ValueError):
@@ -211,7 +216,7 @@ def damage(checkpoint: Path) -> str | None:
         return str(error).split("\n")[0]
     if state.schema_version > SCHEMA_VERSION:
         return f"schema_version {state.schema_version} is newer than this trainer"
-    if state.own != state.sealed().own:
+    if state.own != state.seal():
         wrong.append(STATE_FILE)
     return f"{wrong[0]} is not what was written" if wrong else None
 

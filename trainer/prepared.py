@@ -94,8 +94,13 @@ class Meta(Part):
     """sha256 of this content with `own` empty."""
 
     def sealed(self) -> "Meta":
-        content = self.model_copy(update={"own": ""}).model_dump_json().encode()
-        return self.model_copy(update={"own": hashlib.sha256(content).hexdigest()})
+        whole = Meta.model_validate_json(self.model_dump_json())  # every field is set, as when it is read again
+        return whole.model_copy(update={"own": whole.seal()})
+
+    def seal(self) -> str:
+        """What `own` has to be: of the fields that the file has, so that one from before a new field keeps its own."""
+        content = self.model_copy(update={"own": ""}).model_dump_json(exclude_unset=True).encode()
+        return hashlib.sha256(content).hexdigest()
 
 
 class Prepared:
@@ -191,7 +196,7 @@ def open_prepared(folder: Path) -> Prepared:
         why = error.errors(include_url=False)[0]
         place = ".".join(map(str, why["loc"]))
         raise DataError(f"prepared data {folder}: {META} is damaged ({place} {why['msg']}); {again}") from error
-    if meta.own != meta.sealed().own:
+    if meta.own != meta.seal():
         raise DataError(f"prepared data {folder}: {META} is not what was written; {again}")
     for name, size in expected_bytes(meta).items():
         path = folder / name

@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, exact, and older ones used when the newest is damaged."""
 
 import contextlib
+import hashlib
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -15,12 +17,14 @@ from test_draft import CONFIG
 from trainer.checkpoint import (
     CheckpointError,
     Progress,
+    damage,
     load_checkpoint,
     load_drafter,
     newest_good_checkpoint,
     save_checkpoint,
     save_drafter,
 )
+from trainer.data import Cursor
 from trainer.draft import DraftModel
 from trainer.optim import make_optimizer
 
@@ -56,6 +60,23 @@ def test_a_checkpoint_gives_back_everything_exactly(tmp_path: Path) -> None:
         learn(one, its)
     for name, tensor in model.state_dict().items():
         assert (other.state_dict()[name] == tensor).all(), name
+
+
+def test_a_cursor_comes_back_and_a_checkpoint_from_before_cursors_is_whole(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    placed = at(1).model_copy(update={"cursor": Cursor(row=2, epoch=1, group=3, index=4)})
+    saved = save_checkpoint(tmp_path, model, optimizer, placed, keep=2)
+    assert load_checkpoint(saved, model, optimizer) == placed
+    # As the first version wrote it, sealed over its own fields.
+    state = saved / "state.json"
+    progress = {"step": 1, "row": 2, "data_digest": "d", "first_loss": 5.0}
+    older = {"schema_version": 1, "progress": progress, "files": json.loads(state.read_bytes())["files"], "own": ""}
+    seal = hashlib.sha256(json.dumps(older, separators=(",", ":")).encode()).hexdigest()
+    state.write_text(json.dumps({**older, "own": seal}, indent=2))
+    assert damage(saved) is None
+    assert load_checkpoint(saved, model, optimizer) == at(1)
+    state.write_text(json.dumps({**older, "progress": {**progress, "row": 3}, "own": seal}))
+    assert damage(saved) == "state.json is not what was written"
 
 
 def test_a_checkpoint_before_the_first_step_gives_a_fresh_optimiser(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""The feed: the same batches from any step on, held-out rows with all their anchors, and where each step came from."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_data import counted, write_prepared
+
+from trainer.blocks import anchor_candidates
+from trainer.config import TrainConfig, load
+from trainer.data import Cursor, make_row
+from trainer.features import RowBatch
+from trainer.feed import KEPT_STEPS, Feed, all_anchors_batch, row_batch
+from trainer.prepared import DataError, Prepared
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return counted(tmp_path_factory.mktemp("forty") / "p", [2 + n % 9 for n in range(40)])
+
+
+def config(**changes: int) -> TrainConfig:
+    settings = {"steps": 7, "rows_per_step": 4, "micro_rows": 2, "anchors": 3, "eval_every": 3, **changes}
+    text = '[target]\npath = "t"\n[data]\ntrain = "d"\nrow_tokens = 16\n[train]\n'
+    return load((text + "".join(f"{key} = {value}\n" for key, value in settings.items())).encode())
+
+
+def same(one: RowBatch, other: RowBatch) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return all(equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
+
+
+def test_the_feed_is_the_same_from_any_step_on_and_measures_when_due(forty: Prepared) -> None:
+    feed = Feed(config(), forty, forty)
+    assert [feed.measures_after(step) for step in range(1, 8)] == [False, False, True, False, False, True, True]
+    whole = list(feed.batches(0, Cursor()))
+    assert len(whole) == 7 * 2 + 3 * feed.heldout_batches
+    assert {batch.ids_BS.shape for batch in whole} == {(2, 16)}
+    assert same(whole[0], feed.learning_batch(Cursor()))
+    for done in (4, 6):
+        after = feed.source(done).after
+        assert after.row == 4 * done and after == feed.rows.cursor(4 * done)
+        fresh = Feed(config(), forty, forty)
+        rest = list(fresh.batches(done, after))
+        assert all(same(got, expected) for got, expected in zip(rest, whole[-len(rest) :], strict=True))
+        assert fresh.source(7) == feed.source(7)
+    learned = [batch for batch in whole if batch.anchors_BN.shape[1] == 3 and batch.numbers[1] == batch.numbers[0] + 1]
+    assert [batch.numbers[0] for batch in learned][:3] == [0, 2, 4]
+
+
+def test_a_step_s_source_names_its_rows_and_lines(forty: Prepared) -> None:
+    feed = Feed(config(steps=2, eval_every=0), forty, None)
+    batches = feed.batches(0, Cursor())
+    first = next(batches)
+    source = feed.source(1)  # known as soon as the step's first batch is
+    assert source.rows == (0, 1, 2, 3) and source.lines[:2] == first.lines and first.numbers == (0, 1)
+    drawn = [int(token) for token in first.ids_BS[0][first.document_ids_BS[0] >= 0].unique()]
+    assert sorted(source.lines[0]) == [token + 1 for token in drawn]
+    lines = [line for row in source.lines for line in row]
+    named = ", ".join(f"made.jsonl:{line}" for line in lines[:6])
+    assert str(source) == f"step 1: rows 0-3 ({named} and {len(lines) - 6} more lines)"
+    assert not feed.measures_after(2) and feed.heldout_batches == 0
+
+
+def test_only_the_last_steps_sources_are_kept(forty: Prepared) -> None:
+    feed = Feed(config(steps=KEPT_STEPS + 3, rows_per_step=1, micro_rows=1, eval_every=0), forty, None)
+    for _ in feed.batches(0, Cursor()):
+        pass
+    assert feed.source(4).step == 4 and feed.source(KEPT_STEPS + 3).after.row == KEPT_STEPS + 3
+    with pytest.raises(KeyError):
+        feed.source(3)
+
+
+def test_held_out_batches_hold_every_anchor_of_every_document_once(tmp_path: Path) -> None:
+    masks = [[0, 0, 1, 1, 1, 0, 1, 1], [0, 1, 1], [0, 1, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1], [0] * 12 + [1] * 4]
+    held = write_prepared(tmp_path / "p", [([n] * len(mask), mask) for n, mask in enumerate(masks)])
+    feed = Feed(config(steps=1, rows_per_step=2), held, held)
+    batches = list(feed.batches(0, Cursor()))[1:]
+    assert len(batches) == feed.heldout_batches == 2
+    met: list[tuple[int, int]] = []
+    for batch in batches:
+        assert batch.anchors_BN.shape == batch.keep_BN.shape and batch.anchors_BN.shape[1] % 3 == 0
+        assert not batch.anchors_BN[~batch.keep_BN].any()
+        assert int(batch.keep_BN.sum(1).max()) > batch.anchors_BN.shape[1] - 3
+        for row in range(2):
+            chosen = batch.anchors_BN[row][batch.keep_BN[row]]
+            met += list(zip(batch.ids_BS[row][chosen].tolist(), batch.positions_BS[row][chosen].tolist(), strict=True))
+    expected = [
+        (n, int(place))
+        for n, mask in enumerate(masks)
+        for place in np.flatnonzero(anchor_candidates(np.array(mask) > 0, np.zeros(len(mask), dtype=np.int64)))
+    ]
+    assert sorted(met) == sorted(expected)
+
+
+def test_a_row_of_padding_has_no_anchor() -> None:
+    batch = all_anchors_batch([make_row(0, [], 8)] * 2, 3)
+    assert batch.anchors_BN.shape == (2, 3) and not batch.keep_BN.any()
+
+
+def test_the_anchors_of_a_row_follow_from_seed_and_number(forty: Prepared) -> None:
+    rows = Feed(config(), forty, None).rows
+    row, _ = rows.row(rows.cursor(5))
+    one, again, other = row_batch([row], 3, 0), row_batch([row], 3, 0), row_batch([row], 3, 1)
+    assert same(one, again) and not same(one, other)
+
+
+def test_nothing_to_learn_within_a_row_is_refused_for_both_files(forty: Prepared, tmp_path: Path) -> None:
+    late = write_prepared(tmp_path / "p", [([1] * 40, [0] * 30 + [1] * 10)])
+    for train, heldout in ((late, forty), (forty, late)):
+        with pytest.raises(DataError, match="none of its 1 conversations has an answer of two tokens within 16"):
+            Feed(config(), train, heldout)
+
+
+def test_what_is_cut_is_said_for_both_files(forty: Prepared, tmp_path: Path) -> None:
+    long = write_prepared(tmp_path / "p", [([1] * 40, [1] * 40)])
+    report = Feed(config(), forty, long).report
+    assert [line.split(":")[0] for line in report] == [
+        "made.jsonl", "cut 1 of 1 conversations of made.jsonl to 16 tokens", "made.jsonl",
+    ]  # fmt: skip
