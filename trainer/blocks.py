@@ -87,12 +87,15 @@ def sample_anchors(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Draws `count` anchors of a row, ascending, each document its share, so that a short one is not starved.
 
+    Where there are more documents than anchors, it is drawn which of them get one.
     Returns anchors [N] and keep [N]; slots for which the row has no candidate left come last, anchor 0, keep False.
     The same seed draws the same anchors.
     """
     random = np.random.default_rng(seed)
     candidates = np.flatnonzero(anchor_candidates(loss_mask_S, document_ids_S))
     by_document = [candidates[document_ids_S[candidates] == d] for d in np.unique(document_ids_S[candidates])]
+    if len(by_document) > count:
+        by_document = [by_document[int(i)] for i in random.permutation(len(by_document))[:count]]
     shares = share([len(own) for own in by_document], count)
     drawn = [random.choice(own, size, replace=False) for own, size in zip(by_document, shares, strict=True)]
     chosen = np.sort(np.concatenate(drawn)) if drawn else candidates

@@ -142,6 +142,16 @@ def test_a_short_document_gets_its_share_of_anchors() -> None:
     assert (anchors >= 400).sum() == 11  # all its candidates; drawn from the row at large it would be about one
 
 
+def test_with_fewer_anchors_than_documents_each_document_has_its_turn() -> None:
+    row = row_of([2, 3, 4, 50, 100], 160)
+    hits = np.zeros(5, dtype=int)
+    for seed in range(100):
+        anchors, keep = sample_anchors(row.loss_mask, row.document_ids, 2, [seed])
+        assert keep.all() and anchors[0] < anchors[1]
+        hits[row.document_ids[anchors]] += 1
+    assert hits.sum() == 200 and hits.min() > 20, hits  # 40 each, if length does not matter
+
+
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(0, 100))
 def test_share_gives_out_everything_and_evenly(counts: list[int], total: int) -> None:
     shares = share(counts, total)
