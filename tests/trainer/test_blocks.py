@@ -297,6 +297,13 @@ def test_a_tile_is_visited_for_a_single_token_and_passed_over_for_none(
     assert sorted(visited) == tiles
 
 
+@pytest.mark.parametrize("anchors", [[10, 600], [600, 10], [600, 600]], ids=str)
+def test_a_block_that_begins_with_the_last_query_of_a_tile_counts_there(anchors: list[int]) -> None:
+    batch = Batch([row_of([640], 640)], np.array([anchors]), np.ones((1, 2), dtype=bool))
+    expected = spelled_out(batch, 127, Sight())  # query 127 is the second block's first
+    assert (expanded(tile_mask(batch.blocks(127), 640), *expected.shape) == expected).all()
+
+
 def test_a_full_tile_is_lost_to_one_early_anchor_or_one_slot_without() -> None:
     row = row_of([640], 640)
     assert full_tiles(Batch([row], np.array([[600, 255]]), np.array([[True, True]])), 16, Sight()) == [0]
