@@ -74,12 +74,15 @@ class Parts:
         return self._narrowed(self.model, self.path.split("."), narrow)
 
     def _narrowed(self, module: Any, path: Sequence[str], narrow: Any) -> Any:
-        copied = changed(
-            module, **({path[0]: self._narrowed(getattr(module, path[0]), path[1:], narrow)} if path else {})
-        )
+        """The module on the way to the trunk, with the narrow config there and wherever the text's config is held."""
+        if not path:
+            copied = changed(module)
+            copied.config = narrow
+            return copied
+        copied = changed(module, **{path[0]: self._narrowed(getattr(module, path[0]), path[1:], narrow)})
         if (config := getattr(module, "config", None)) is self.config:
             copied.config = narrow
-        elif config is not None:  # a model with other senses holds the text's config in its own
+        elif config is not None:  # a model with other senses, which may build the masks
             copied.config = copy.copy(config)
             for name, value in vars(config).items():
                 if value is self.config:
