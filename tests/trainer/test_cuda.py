@@ -1,19 +1,20 @@
 """On a GPU: flex attention, bfloat16 and compilation give what the CPU's plain path gives. Skipped without one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_learner import document
+from test_learner import assert_same_bits, document, state_of
 from tiny import tiny_toml
 
 from trainer.config import load
 from trainer.data import make_row
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
-from trainer.feed import row_batch
-from trainer.learner import Learner, features_of
-from trainer.loss import Weighting
+from trainer.feed import all_anchors_batch, row_batch
+from trainer.learner import Figures, Learner, StepFigures, features_of
+from trainer.loss import Objective, Weighting
 from trainer.optim import make_optimizer
 from trainer.records import RunDir, checkpoint_name, read_metrics, read_status
 from trainer.target import TargetModel, load_target
@@ -28,43 +29,132 @@ pytestmark = [
 ]
 
 
-def learner_on(device: str, folder: Path, dtype: torch.dtype, block: int) -> tuple[Learner, TargetModel]:
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    """torch keeps at most 8 compiled forms of a function in a process; a training needs 4, all tests together more."""
+    torch.compiler.reset()
+
+
+def learner_on(
+    device: str, folder: Path, dtype: torch.dtype, block: int, objective: Objective = "cross-entropy"
+) -> tuple[Learner, TargetModel]:
     target = load_target(folder / "target", device, dtype)
     torch.manual_seed(0)
     model = DraftModel(target.draft_config(1, block, (1, 2, 3))).to(device)
     optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.0)
     weighting = Weighting("exp-decay", gamma=7.0)
-    return Learner(model, target.head_weight, optimizer, weighting, chunk_blocks=20, clip=1e9), target
+    learner = Learner(model, target.head_weight, optimizer, weighting, chunk_blocks=20, clip=1e9, objective=objective)
+    return learner, target
 
 
-@pytest.mark.parametrize("block", [4, 16])
-def test_the_gpu_agrees_with_the_cpu(block: int, tiny_folder: Path) -> None:
+def gpu_batch(learner: Learner, target: TargetModel, seed: int, teacher: bool = False) -> FeatureBatch:
+    rows = [make_row(seed, [document(50 + 30 * seed, seed), document(100, seed)], 384)]
+    return features_of(target, row_batch(rows, 24, seed), learner.model.config, GPU, anchors=24, teacher=teacher)
+
+
+@pytest.mark.parametrize(("block", "objective"), [(4, "cross-entropy"), (16, "cross-entropy"), (16, "kl"), (16, "tv")])
+def test_the_gpu_agrees_with_the_cpu(block: int, objective: Objective, tiny_folder: Path) -> None:
     rows = [make_row(0, [document(100), document(200, seed=1)], 384), make_row(1, [document(380, seed=2)], 384)]
-    read: list[tuple[float, ...]] = []
+    read: list[Figures] = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        learner, target = learner_on(device, tiny_folder, dtype, block)
-        batch = features_of(target, row_batch(rows, 24, 0), learner.model.config, torch.device(device))
+        learner, target = learner_on(device, tiny_folder, dtype, block, objective)
+        where, teacher = torch.device(device), objective != "cross-entropy"
+        batch = features_of(target, row_batch(rows, 24, 0), learner.model.config, where, teacher=teacher)
         learner.learn(batch)
         read.append(learner.update(1e-3).read())
-    (loss, _, _, norm), (gpu_loss, _, _, gpu_norm) = read
-    assert gpu_loss == pytest.approx(loss, rel=0.02)
-    assert gpu_norm == pytest.approx(norm, rel=0.1)
+    cpu, gpu = read
+    assert gpu.finite and gpu.loss == pytest.approx(cpu.loss, rel=0.02)
+    assert gpu.grad_norm == pytest.approx(cpu.grad_norm, rel=0.1)
+    assert gpu.accuracy_by_slot == pytest.approx(cpu.accuracy_by_slot, abs=0.1)
 
 
-def test_nothing_compiles_after_the_warm_up(tiny_folder: Path) -> None:
-    learner, target = learner_on("cuda", tiny_folder, torch.bfloat16, 16)
-    device = torch.device("cuda")
-
-    def batch(seed: int) -> FeatureBatch:
-        rows = [make_row(seed, [document(50 + 30 * seed, seed), document(100, seed)], 384)]
-        return features_of(target, row_batch(rows, 24, seed), learner.model.config, device)
-
-    learner.warm_up(batch(0))
-    with nothing_compiles(device):
+@pytest.mark.parametrize("objective", ["cross-entropy", "kl", "tv"])
+def test_nothing_compiles_after_the_warm_up(objective: Objective, tiny_folder: Path) -> None:
+    """Nor for rows with many more anchors, measured in parts."""
+    learner, target = learner_on("cuda", tiny_folder, torch.bfloat16, 16, objective)
+    teacher = objective != "cross-entropy"
+    learner.warm_up(gpu_batch(learner, target, 0, teacher))
+    with nothing_compiles(GPU):
         for seed in range(1, 4):
-            learner.learn(batch(seed))
+            learner.learn(gpu_batch(learner, target, seed, teacher))
             learner.update(1e-3)
-            learner.measure(batch(seed))
+            learner.measure(gpu_batch(learner, target, seed, teacher))
+            rows = all_anchors_batch([make_row(0, [document(60 * seed, seed), document(100, seed)], 384)], 24)
+            config = learner.model.config
+            measured = learner.measure_all(features_of(target, rows, config, GPU, anchors=24, teacher=teacher))
+            assert measured.batch.forwards() == rows.anchors_BN.shape[1] // 24 > 3
+            # Every anchor once, and a walk through both answers.
+            assert int(measured.terms.blocks) == int(rows.keep_BN.sum()) == 60 * seed - 1 + 99
+            assert [sum(cycles) for cycles in measured.answers()] == [60 * seed - 1, 99]
+
+
+def test_all_anchors_in_parts_give_what_the_cpu_gives(tiny_folder: Path) -> None:
+    rows = all_anchors_batch([make_row(0, [document(100), document(200, seed=1)], 384)], 24)
+    losses: list[float] = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        learner, target = learner_on(device, tiny_folder, dtype, 16)
+        batch = features_of(target, rows, learner.model.config, torch.device(device), anchors=24)
+        terms = learner.measure_all(batch).terms
+        assert int(terms.blocks) == 99 + 199
+        losses.append(float(terms.figures()[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("fault", ["nan", "inf"])
+def test_a_step_that_is_not_finite_is_skipped_to_the_bit_without_waiting(fault: str, tiny_folder: Path) -> None:
+    """And the next good one is what it would have been without it."""
+    learners = [learner_on("cuda", tiny_folder, torch.bfloat16, 16) for _ in range(2)]
+    harmed, spared = (learner for learner, _ in learners)
+    batches = [gpu_batch(*learners[0], seed) for seed in range(3)]
+    spoiled = batches[2].features_BSF.clone()
+    spoiled[0, 3, 5] = float(fault)
+    bad = replace(batches[2], features_BSF=spoiled)
+    for learner in (harmed, spared):
+        learner.warm_up(batches[0])
+    figures: list[StepFigures] = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # whatever would make the host wait is an error
+    try:
+        for batch in batches[:2]:
+            for learner in (harmed, spared):
+                learner.learn(batch)
+                figures.append(learner.update(1e-3))
+        before = state_of(harmed)
+        skipped: list[StepFigures] = []
+        for step in ([bad], [batches[0], bad, batches[1]]):
+            for batch in step:
+                harmed.learn(batch)
+            skipped.append(harmed.update(1e-3))
+        after = state_of(harmed)
+        for learner in (harmed, spared):
+            learner.learn(batches[2])
+        last = [harmed.update(1e-3), spared.update(1e-3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(one.read().finite for one in figures) and not any(one.read().finite for one in skipped)
+    assert_same_bits(after, before)
+    assert last[0].read() == last[1].read() and last[0].read().finite
+    assert_same_bits(state_of(harmed), state_of(spared))
+    steps = {float(state["step"]) for state in harmed.optimizer.state_dict()["state"].values()}
+    assert steps == {3.0}
+
+
+def test_figures_are_read_without_waiting_for_what_comes_after(tiny_folder: Path) -> None:
+    learner, target = learner_on("cuda", tiny_folder, torch.bfloat16, 16)
+    batch = gpu_batch(learner, target, 0)
+    learner.warm_up(batch)
+    learner.learn(batch)
+    learner.update(1e-3).read()  # the pinned memory is there from now on
+    learner.learn(batch)
+    first = learner.update(1e-3)
+    torch.cuda._sleep(2_000_000_000)  # about a second of the device's time
+    learner.learn(batch)
+    second = learner.update(1e-3)
+    assert first.read().finite and not second.ready()
+    assert second.read().finite and second.ready()
 
 
 def test_a_training_learns_and_resumes_on_the_gpu(tiny_folder: Path, tmp_path: Path) -> None:

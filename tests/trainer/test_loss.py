@@ -137,6 +137,7 @@ def test_the_target_s_distribution_is_asked_for_when_it_is_missing() -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_chunk_compiles_whole(objective: Objective) -> None:
     """As on a GPU, but by a backend that makes no kernels."""
+    torch.compiler.reset()  # at most 8 compiled forms are kept
     compiled = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True, dynamic=False)
     given = Given()
     for kind in KINDS:

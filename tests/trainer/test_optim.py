@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from test_draft import CONFIG
 
 from trainer.draft import DraftModel
-from trainer.optim import learning_rate, make_optimizer, parameter_names
+from trainer.optim import learning_rate, make_optimizer, parameter_names, step_if
 
 
 def test_the_rate_rises_then_falls_to_nothing() -> None:
@@ -32,3 +33,18 @@ def test_norms_are_not_decayed_and_every_weight_is_trained_once() -> None:
     in_order = matrices["params"] + norms["params"]
     assert [id(p) for p in in_order] == [id(parameters[name]) for name in parameter_names(model)]
     assert len(in_order) == len(parameters)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_is_taken_only_if_it_is_good(fused: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, fused=fused)
+    weight.grad = torch.ones(3)
+    step_if(torch.tensor(True), optimizer)
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    assert before[0][0] < 1
+    weight.grad = torch.full((3,), float("nan"))
+    step_if(torch.tensor(False), optimizer)
+    after = [weight.detach(), *optimizer.state[weight].values()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not hasattr(optimizer, "found_inf")  # a plain step() afterwards is a step
