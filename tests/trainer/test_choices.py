@@ -32,6 +32,11 @@ def test_the_targets_distribution_can_be_learned(objective: str, tiny_folder: Pa
     lines = trained(tiny_folder, tmp_path / "run", train__objective=objective)
     records = metrics_of(tmp_path / "run")
     assert len(records) == STEPS
+    trained(tiny_folder, tmp_path / "plain", train__steps=1)
+    (plain,) = metrics_of(tmp_path / "plain")
+    # The same forward on the same weights, and another loss of it.
+    assert records[0].accuracy == plain.accuracy and records[0].loss != pytest.approx(plain.loss, rel=0.01)
+    assert objective == "kl" or all(record.loss is not None and 0 < record.loss < 1 for record in records)
     first, last = records[0].loss, records[-1].loss
     assert first is not None and last is not None and last < (0.5 if objective == "kl" else 0.75) * first
     assert records[-1].heldout_loss == pytest.approx(last, rel=0.2)  # the same data, at other anchors

@@ -67,7 +67,13 @@ def test_held_out_figures_are_those_of_every_block_by_itself(tiny_folder: Path, 
     forward takes."""
     data = write_jsonl(tmp_path / "train.jsonl", conversations(8, words=4))
     held = write_jsonl(tmp_path / "held.jsonl", conversations(5, words=4) + conversations(1, seed=9, words=2))
-    changes = {"train__steps": 80, "train__lr": 1e-2, "train__anchors": 16, "train__rows_per_step": 4}
+    changes = {
+        "train__steps": 80,
+        "train__lr": 1e-2,
+        "train__anchors": 16,
+        "train__rows_per_step": 4,
+        "train__micro_rows": 2,
+    }
     changes |= {"train__loss": "exp-decay", "train__gamma": GAMMA, "data__row_tokens": 128}
     text = tiny_toml(tiny_folder / "target", data, held, **changes)
     lines: list[str] = []

@@ -62,6 +62,8 @@ def test_a_skipped_step_changes_nothing_and_is_told(tiny_folder: Path, tmp_path:
     told = [line.partition(" at ")[0] for line in lines if line.startswith("loss")]
     assert told == ["loss nan, gradient norm nan"] * 2
     assert [line for line in lines if line.startswith("step 3/4 skipped (1 so far)")]
+    train(config, tmp_path, say=silent)  # finished already
+    assert (status_of(tmp_path).skipped, status_of(tmp_path).loss) == (2, records[0].loss)
 
 
 def test_four_in_a_row_are_borne(tiny_folder: Path, tmp_path: Path, poison: Poison) -> None:

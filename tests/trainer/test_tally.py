@@ -84,7 +84,10 @@ def test_the_first_the_last_a_measured_and_a_skipped_step_are_told_in_any_case(t
     record = read_metrics(bench.run.metrics.read_bytes())[2]
     assert (record.loss, record.heldout_loss, record.heldout_accept, record.heldout_cycle_accept) == (5, 4, 1.25, 1.5)
     assert (record.queues, record.memory_mib, record.tokens) == ({"source": 1, "target": 2}, 12.5, 100)
-    assert record.accuracy_by_slot == (0.5, None)
+    assert record.accuracy_by_slot == (0.5, None) and record.tokens_per_s > 0
+    skipped = read_metrics(bench.run.metrics.read_bytes())[4]
+    assert (skipped.step, skipped.skipped, skipped.lr, skipped.tokens) == (7, 1, 1e-3, 100)
+    assert skipped.loss is skipped.accuracy is skipped.accuracy_by_slot is skipped.accept is skipped.grad_norm is None
 
 
 def test_five_skipped_steps_are_an_error_as_soon_as_the_fifth_is_read(tmp_path: Path) -> None:
