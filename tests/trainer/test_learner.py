@@ -21,7 +21,7 @@ from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import row_batch
 from trainer.learner import Figures, Learner, features_of, soft_target_cost, step_flops
-from trainer.loss import LossTerms, Objective, Weighting
+from trainer.loss import LossTerms, Objective, Weighting, chunk_loss
 from trainer.optim import make_optimizer
 from trainer.target import TargetModel, load_target
 
@@ -490,3 +490,26 @@ def test_soft_targets_cost_the_target_s_last_layers_and_one_more_head(target: Ta
     )
     deep = replace(config, num_target_layers=10**6)
     assert soft_target_cost(deep, row_tokens=96, anchors=8) > 1e4
+
+
+@pytest.mark.parametrize(("rows", "objective"), [(ROWS[:1], "cross-entropy"), (ROWS, "tv")])
+def test_parts_are_laid_out_as_batches_to_learn_from_are(
+    target: TargetModel, rows: list[Row], objective: Objective
+) -> None:
+    """Compiled code is for one size and layout. Here by a backend without kernels; test_cuda.py has the real one."""
+    torch.compiler.reset()
+    learner, teacher = learner_of(target), objective != "cross-entropy"
+    learner._objective = objective
+    learner._forward = torch.compile(learner.model, backend="eager", dynamic=False, fullgraph=True)
+    learner._chunk = torch.compile(chunk_loss, backend="eager", dynamic=False, fullgraph=True)
+
+    def batch(anchors: int) -> FeatureBatch:
+        made = row_batch(rows, anchors, 0)
+        return features_of(target, made, config_of(learner), CPU, anchors=6, teacher=teacher)
+
+    learner.warm_up(batch(6))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        learner.learn(batch(6))
+        learner.measure(batch(6))
+        assert len(learner.measure_all(batch(24)).accepted_BN[0]) == 24
+    learner.update(1e-3)
