@@ -160,8 +160,8 @@ class Reasons:
 
     def add(self, line: int, reason: str) -> None:
         self.count += 1
-        kind = re.sub(r"\d+|'.*'", "#", reason)  # the same fault in another place, or of another word
-        if kind not in self._kinds and len(self._kinds) == KINDS:
+        kind = re.sub(r"0x\w+|\d+|'.*'", "#", reason)  # the same fault in another place, or of another word
+        if kind not in self._kinds and len(self._kinds) >= KINDS:
             kind, reason = "", "other reasons"
         first, count, lines = self._kinds.get(kind, (reason, 0, ()))
         self._kinds[kind] = first, count + 1, lines + (line,) * (len(lines) < SHOWN)
