@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_learner import assert_same_bits, document, state_of
+from test_learner import document
+from test_update import assert_same_bits, state_of
 from tiny import tiny_toml
 
 from trainer.config import load

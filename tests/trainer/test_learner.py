@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import row_batch
 from trainer.learner import Figures, Learner, features_of, soft_target_cost, step_flops
-from trainer.loss import LossTerms, Objective, Weighting, chunk_loss
+from trainer.loss import Objective, Weighting, chunk_loss
 from trainer.optim import make_optimizer
 from trainer.target import TargetModel, load_target
 
@@ -51,6 +50,32 @@ def config_of(learner: Learner) -> DraftConfig:
 
 def features(target: TargetModel, learner: Learner, rows: Sequence[Row], anchors: int = 64) -> FeatureBatch:
     return features_of(target, row_batch(rows, anchors, seed=0), config_of(learner), CPU)
+
+
+@pytest.fixture(scope="module")
+def exact_target(tiny_folder: Path) -> TargetModel:
+    return load_target(tiny_folder / "target", "cpu", torch.float64)
+
+
+def exact_learner(
+    target: TargetModel, kind: str, objective: Objective, chunk_blocks: int = 16, clip: float = 0.001, **changes: float
+) -> Learner:
+    """In float64. Its step is plain gradient descent, so that the weights show the gradient and not only its sign."""
+    torch.manual_seed(0)
+    model = DraftModel(replace(target.draft_config(1, 4, (1, 2, 3)), **changes)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weighting = Weighting(kind)  # type: ignore[arg-type]
+    return Learner(
+        model, target.head_weight, optimizer, weighting, chunk_blocks=chunk_blocks, clip=clip, objective=objective
+    )
+
+
+ROWS = [
+    make_row(0, [document(9), document(12, seed=1)], 24),
+    make_row(1, [document(24, seed=2, supervised=0.6)], 24),
+    make_row(2, [document(3, seed=3)], 24),  # few slots beside many: what a mean of means would get wrong
+    make_row(3, [document(20, seed=4, supervised=0.9)], 24),
+]
 
 
 def hidden(learner: Learner, batch: FeatureBatch) -> Tensor:
@@ -190,204 +215,7 @@ def test_a_bfloat16_target_on_the_cpu_teaches_as_a_float32_one_does(target: Targ
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
 
 
-# --- one division for the whole step ---
-
-
-@pytest.fixture(scope="module")
-def exact_target(tiny_folder: Path) -> TargetModel:
-    return load_target(tiny_folder / "target", "cpu", torch.float64)
-
-
-def exact_learner(
-    target: TargetModel, kind: str, objective: Objective, chunk_blocks: int = 16, clip: float = 0.001, **changes: float
-) -> Learner:
-    """In float64. Its step is plain gradient descent, so that the weights show the gradient and not only its sign."""
-    torch.manual_seed(0)
-    model = DraftModel(replace(target.draft_config(1, 4, (1, 2, 3)), **changes)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    weighting = Weighting(kind)  # type: ignore[arg-type]
-    return Learner(
-        model, target.head_weight, optimizer, weighting, chunk_blocks=chunk_blocks, clip=clip, objective=objective
-    )
-
-
-ROWS = [
-    make_row(0, [document(9), document(12, seed=1)], 24),
-    make_row(1, [document(24, seed=2, supervised=0.6)], 24),
-    make_row(2, [document(3, seed=3)], 24),  # few slots beside many: what a mean of means would get wrong
-    make_row(3, [document(20, seed=4, supervised=0.9)], 24),
-]
-
-
-def add_up(replicas: Sequence[Learner]) -> LossTerms:
-    """What an all-reduce will do: every replica has the sum of the gradients; the sum of the terms is returned."""
-    terms = [replica.step_terms for replica in replicas if replica.step_terms is not None]
-    for parameters in zip(*(replica.model.parameters() for replica in replicas), strict=True):
-        total = sum((p.grad for p in parameters if p.grad is not None), torch.zeros_like(parameters[0]))
-        for parameter in parameters:
-            parameter.grad = total.clone()
-    return sum(terms[1:], terms[0])
-
-
-@given(
-    kind=st.sampled_from(["exp-decay", "d-pace"]),
-    objective=st.sampled_from(["cross-entropy", "kl", "tv"]),
-    cuts=st.sets(st.integers(1, 3)),
-    owners=st.lists(st.integers(0, 2), min_size=4, max_size=4),
-    chunks=st.lists(st.integers(1, 40), min_size=3, max_size=3),
-)
-def test_any_split_over_batches_and_replicas_is_the_same_step(
-    exact_target: TargetModel, kind: str, objective: Objective, cuts: set[int], owners: list[int], chunks: list[int]
-) -> None:
-    """Loss, gradient norm before clipping and weights after the step, in float64, to 1e-10."""
-    teacher = objective != "cross-entropy"
-
-    def batch_of(rows: Sequence[Row]) -> FeatureBatch:
-        return features_of(exact_target, row_batch(rows, 20, 0), whole.model.config, CPU, teacher=teacher)
-
-    whole = exact_learner(exact_target, kind, objective)
-    whole.learn(batch_of(ROWS))
-    expected = whole.update(100.0).read()
-
-    replicas = [exact_learner(exact_target, kind, objective, chunk) for chunk in chunks]
-    borders = [0, *sorted(cuts), len(ROWS)]
-    batches = [ROWS[first:end] for first, end in pairwise(borders)]
-    for owner, rows in zip(owners, batches, strict=False):
-        replicas[owner].learn(batch_of(rows))
-    working = [replica for replica in replicas if replica.step_terms is not None]
-    total = add_up(working)
-    for replica in working:
-        read = replica.update(100.0, total).read()
-        assert read[:4] == pytest.approx(expected[:4], rel=0, abs=1e-10) and read[4:] == expected[4:]
-        for (name, one), other in zip(whole.model.named_parameters(), replica.model.parameters(), strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-10, msg=name)
-    assert expected.grad_norm > 0.001  # so it was clipped, after the division
-
-
-# --- steps that are not finite ---
-
-
-def state_of(learner: Learner) -> dict[str, Tensor]:
-    """Weights, moments and step counts."""
-    found = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
-    for number, state in learner.optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{key}": value.clone() for key, value in state.items()}
-    return found
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
-
-
-def adam_learner(target: TargetModel, fused: bool) -> Learner:
-    learner = learner_of(target)
-    optimizer = torch.optim.AdamW(learner.model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
-    return Learner(learner.model, target.head_weight, optimizer, Weighting("d-pace"), chunk_blocks=16, clip=0.5)
-
-
-FAULTS = ["a feature is nan", "a feature is inf", "the loss is inf", "a gradient is inf", "the norm overflows"]
-
-
-def learn_badly(learner: Learner, batch: FeatureBatch, fault: str) -> None:
-    features_BSF = batch.features_BSF.clone()
-    if "feature" in fault:
-        features_BSF[0, 3, 5] = float(fault.split()[-1])
-    learner.learn(replace(batch, features_BSF=features_BSF))
-    terms, weight = learner.step_terms, learner.model.fc.weight
-    assert terms is not None and weight.grad is not None
-    if fault == "the loss is inf":
-        learner.step_terms = replace(terms, loss_sum=terms.loss_sum + float("inf"))
-    elif fault == "a gradient is inf":
-        weight.grad[2, 3] = float("-inf")
-    elif fault == "the norm overflows":
-        weight.grad.fill_(3e37)  # each of them is finite still
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_is_not_finite_changes_nothing_to_the_bit(target: TargetModel, fault: str, fused: bool) -> None:
-    """Neither weights nor moments nor step counts; and what comes after is what would have come without it."""
-    harmed, spared = adam_learner(target, fused), adam_learner(target, fused)
-    good = [features(target, harmed, [make_row(seed, [document(40, seed)], 64)]) for seed in range(3)]
-    for batch in good[:2]:
-        for learner in (harmed, spared):
-            learner.learn(batch)
-            assert learner.update(1e-3).read().finite
-        before = state_of(harmed)
-        for _ in range(2):
-            learn_badly(harmed, good[2], fault)
-            read = harmed.update(1e-3).read()
-            assert not read.finite and not (np.isfinite(read.loss) and np.isfinite(read.grad_norm))
-        assert_same_bits(state_of(harmed), before)
-        assert all(p.grad is None for p in harmed.model.parameters()) and harmed.step_terms is None
-    for learner in (harmed, spared):
-        learner.learn(good[2])
-    assert harmed.update(1e-3).read() == spared.update(1e-3).read()
-    assert_same_bits(state_of(harmed), state_of(spared))
-    assert int(harmed.optimizer.state_dict()["state"][0]["step"]) == 3
-    assert any((tensor != before[name]).any() for name, tensor in state_of(harmed).items())
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_first_step_that_is_not_finite_is_as_none(target: TargetModel, fused: bool) -> None:
-    harmed, spared = adam_learner(target, fused), adam_learner(target, fused)
-    batch = features(target, harmed, [make_row(0, [document(40)], 64)])
-    learn_badly(harmed, batch, "a feature is nan")
-    assert not harmed.update(1e-3).read().finite
-    for learner in (harmed, spared):
-        learner.learn(batch)
-        learner.update(1e-3)
-    assert_same_bits(state_of(harmed), state_of(spared))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_with_nothing_supervised_moves_nothing_though_the_optimiser_has_momentum(
-    target: TargetModel, fused: bool
-) -> None:
-    learner = adam_learner(target, fused)
-    learner.learn(features(target, learner, [make_row(0, [document(40)], 64)]))
-    learner.update(1e-3)
-    before = state_of(learner)
-    learner.learn(features(target, learner, [make_row(1, [document(40, supervised=0.0)], 64)]))
-    read = learner.update(1e-3).read()
-    assert read.finite and np.isnan(read.loss) and read.accuracy_by_slot == [None] * 3
-    assert_same_bits(state_of(learner), before)
-
-
-def test_one_replica_s_bad_gradient_is_skipped_by_all(exact_target: TargetModel) -> None:
-    replicas = [exact_learner(exact_target, "d-pace", "cross-entropy") for _ in range(2)]
-    for replica, row in zip(replicas, ROWS, strict=False):
-        replica.learn(features_of(exact_target, row_batch([row], 20, 0), replica.model.config, CPU))
-    weight = replicas[1].model.fc.weight
-    assert weight.grad is not None
-    weight.grad[0, 0] = float("nan")
-    before, total = state_of(replicas[0]), add_up(replicas)
-    for replica in replicas:
-        assert not replica.update(0.5, total).read().finite
-        assert_same_bits(state_of(replica), before)
-
-
-# --- figures ---
-
-
-def test_the_figures_of_a_step_are_those_of_its_terms(target: TargetModel) -> None:
-    learner = learner_of(target)
-    batches = [features(target, learner, [make_row(i, [document(4 + 20 * i, i)], 32)]) for i in range(2)]
-    terms = learner.measure(batches[0]) + learner.measure(batches[1])
-    for batch in batches:
-        learner.learn(batch)
-    figures = learner.update(1e-3)
-    assert figures.ready()
-    read = figures.read()
-    assert read[:3] == pytest.approx(terms.figures().tolist(), rel=1e-5)
-    assert read.accuracy_by_slot == pytest.approx((terms.correct_P / terms.supervised_P).tolist())
-    assert read.finite is True
-    one = features(target, learner, [make_row(0, [document(2)], 32)])  # a single block of which one slot is supervised
-    learner.learn(one)
-    by_slot = learner.update(1e-3).read().accuracy_by_slot
-    assert by_slot[0] in (0.0, 1.0) and by_slot[1:] == [None, None]
+# --- all anchors ---
 
 
 @pytest.mark.parametrize("objective", ["cross-entropy", "kl"])
