@@ -13,7 +13,7 @@ from trainer.config import load
 from trainer.records import RunDir, checkpoint_name
 from trainer.train import train
 
-STEPS = 40
+STEPS = 20
 
 
 def trained(folder: Path, run: Path, **changes: Any) -> list[str]:
