@@ -396,6 +396,16 @@ def test_any_number_of_workers_makes_the_same_bytes(tokenizer: Any, tmp_path: Pa
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
+def test_progress_is_told_now_and_then(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", conversations(2 * CHUNK))
+    lines: list[str] = []
+    prepared_data(path, tokenizer, into=tmp_path / "quick", progress=lines.append)
+    assert lines == []
+    monkeypatch.setattr("trainer.prepare.TICK_S", 0)
+    tokens = prepared_data(path, tokenizer, into=tmp_path / "slow", progress=lines.append).tokens
+    assert len(lines) == 2 and lines[1] == f"data.jsonl: 128 records, 128 documents, {tokens:,} tokens"
+
+
 @given(st.lists(st.integers(0, 2**19), max_size=200))
 def test_chunks_hold_all_records_in_order_and_few_bytes(sizes: list[int]) -> None:
     records = [(n, b"\0" * size) for n, size in enumerate(sizes)]
