@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_families import POSITIONS_ADDED, SUPPORTED, tiny_config, tiny_model
-from tiny_targets import document_features, drafter_for, tiny_target, tiny_tokenizer
+from tiny_targets import document_features, drafter_for, real_model_folder, tiny_target, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from trainer import regenerate
 from trainer.byhand import ByHand
 from trainer.generate import generate
-from trainer.hooked import Hooked
+from trainer.hooked import Hooked, Parts
 from trainer.refused import check_config
 from trainer.speculate import compare, decode_plain, decode_speculative
 from trainer.target import TargetError, TargetModel, load_target
@@ -160,6 +161,22 @@ def test_a_model_that_also_sees_is_taken_by_its_language_model() -> None:
     expected = own(target, ids).hidden_states[3]
     torch.testing.assert_close(document_features(target, ids, (2,)), expected, rtol=1e-4, atol=1e-4)
     assert (target.num_layers, target.config.model_type) == (4, "gemma3_text")
+
+
+def test_both_ways_are_the_same_on_the_real_model() -> None:
+    by_hand = load_target(real_model_folder())
+    hooked = Hooked(Parts(by_hand.model))
+    text = "The drafter proposes a block, the target checks it in one pass."
+    ids = torch.tensor([by_hand.tokenizer.encode(text) * 2])
+    half = ids.shape[1] // 2
+    documents = torch.arange(2).repeat_interleave(half)[None]
+    positions = torch.arange(half).repeat(2)[None]
+    wanted, final = by_hand.features_and_final(ids, documents, positions, (1, 14, 27))
+    with torch.no_grad():
+        features, last = hooked.documents(ids, documents, positions, (1, 14, 27), final=True)
+    torch.testing.assert_close(features, wanted, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(last, final, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(features[:, :half], features[:, half:], rtol=1e-4, atol=1e-2)  # the same text twice
 
 
 # --- what a pass leaves alone ---
@@ -357,6 +374,13 @@ def test_rows_beyond_where_rope_changes_are_refused() -> None:
 def test_many_at_once_are_decoded_by_hand_alone() -> None:
     with pytest.raises(TargetError, match="mistral models can't be run by hand; only llama and qwen3 can"):
         next(generate(target_of("mistral"), [[5]], 2, frozenset(), slots=1))
+
+
+def test_regenerate_refuses_them_before_the_weights(tmp_path: Path) -> None:
+    tiny_config("mistral").save_pretrained(tmp_path / "target")
+    with pytest.raises(TargetError, match="only llama and qwen3 models can do this, and it is a mistral"):
+        regenerate.main(f"--target {tmp_path}/target --self-prompts 1 --out {tmp_path}/out.jsonl".split())
+    assert [file.name for file in tmp_path.iterdir()] == ["target"]
 
 
 # --- loading ---
