@@ -78,12 +78,16 @@ class DraftSection(Section):
 
 
 class DataSection(Section):
-    """[data]: conversations, one JSON object a line: {"id": ..., "messages": [{"role": ..., "content": ...}, ...]}."""
+    """[data]: conversations, as {"messages"}, as {"conversations"} (ShareGPT), or as {"prompt", "response"}.
+
+    A path names a folder made by `python -m trainer prepare`, or what that reads: JSON lines (.jsonl, .jsonl.gz),
+    Parquet, or a folder of them. What is not prepared yet is prepared into the run's folder first.
+    """
 
     train: str
-    """JSONL file to learn from."""
+    """Conversations to learn from."""
     heldout: str | None = None
-    """JSONL file that is only measured on."""
+    """Conversations that are only measured on."""
     row_tokens: int = Field(default=1024, ge=8)
     """Tokens in a row; several conversations are packed into one, longer ones are cut."""
     last_turn_only: bool = False
