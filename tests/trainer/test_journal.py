@@ -86,6 +86,9 @@ def test_a_skipped_step_leaves_the_figures_of_the_one_before_and_says_so(tmp_pat
     Journal(run, 20, said.append).resume(3, 3.0, None, skipped=2)
     status = read_status(run.status.read_bytes())
     assert status is not None and (status.loss, status.accept, status.skipped) == (3.0, 1.5, 2)
+    Journal(run, 20, said.append).resume(2, 3.0, None, skipped=1)  # an earlier checkpoint counts fewer
+    status = read_status(run.status.read_bytes())
+    assert status is not None and (status.loss, status.skipped) == (3.0, 1)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
