@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 KINDS = ("full_attention", "sliding_attention")
-"""The layers that a drafter's target may have: what they keep can be masked and cropped."""
+"""The layers that a drafter's target may have: what they see can be masked, and what they keep cropped."""
 
-CHOOSERS = ("index_topk", "index_topk_blocks", "keep_window_size")
-"""What configs name the number of keys that sparse attention picks."""
+OWN_RULES = (
+    "index_topk", "index_topk_blocks", "keep_window_size", "attention_chunk_size", "attention_window_size",
+    "sliding_window_size", "local_attention_window_len", "local_attn_chunk_length",
+)  # fmt: skip
+"""How configs say that a query looks at some keys only, by another rule than a sliding window."""
 
 
 class TargetError(ValueError):
@@ -35,12 +38,12 @@ def check_config(config: Any) -> None:
             raise TargetError(f"{family} models are not supported: their config has no {name}")
     if strange := _strange(getattr(text, "layer_types", None) or ()):
         raise TargetError(
-            f"this {family} model has layers of kind {', '.join(strange)}, which keep a state that packed documents "
-            "would share; only full and sliding attention can be masked"
+            f"this {family} model has layers of kind {', '.join(strange)}; only full and sliding attention can be kept "
+            "inside each document of a row"
         )
-    if chooser := next((name for name in CHOOSERS if getattr(text, name, None) is not None), None):
+    if rule := next((name for name in OWN_RULES if getattr(text, name, None) is not None), None):
         raise TargetError(
-            f"this {family} model looks only at the keys that an index picks ({chooser}); that it picks none of "
+            f"this {family} model looks only at keys that a rule of its own picks ({rule}); that it picks none of "
             "another document can't be proved on a few tokens"
         )
     if getattr(text, "final_logit_softcapping", None) is not None:
