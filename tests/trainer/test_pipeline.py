@@ -47,15 +47,25 @@ def test_the_source_runs_ahead_by_the_depth_and_no_further() -> None:
     assert not workers()
 
 
+def wait_for_depths(pipeline: Pipeline[int], **expected: int) -> None:
+    end = time.monotonic() + 30
+    while pipeline.depths() != expected:
+        assert time.monotonic() < end, pipeline.depths()
+        time.sleep(0.01)
+
+
 def test_its_depths_say_what_waits_where() -> None:
-    with Pipeline[int](range(20), [("double", int)], depth=2) as results:
-        taken = list(islice(results, 3))
-        # Nobody takes more: both queues fill up, and each thread holds one item that it can't put away.
-        end = time.monotonic() + 30
-        while results.depths() != {"source": 2, "double": 2}:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert list(results) == list(range(len(taken), 20))
+    go_on = threading.Event()
+
+    def held_up(number: int) -> int:
+        go_on.wait()
+        return number
+
+    with Pipeline[int](range(20), [("double", held_up)], depth=2) as results:
+        wait_for_depths(results, source=2, double=0)  # and one in the hands of each thread
+        go_on.set()
+        wait_for_depths(results, source=2, double=2)
+        assert list(results) == list(range(20))
         assert results.depths() == {"source": 0, "double": 0}
 
 
