@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import masking_utils
 
 from trainer import regenerate
 from trainer.byhand import ByHand
+from trainer.caches import DynamicTargetCache
 from trainer.generate import generate
 from trainer.hooked import Hooked, Parts
 from trainer.refused import check_config
@@ -332,6 +334,28 @@ def test_what_is_run_by_hand_is_proved_as_well(break_it: Callable[[Any], None]) 
     break_it(model)
     with pytest.raises(TargetError):
         TargetModel(model, proved=True)
+
+
+def test_every_target_that_is_loaded_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise TargetError("not proved")
+
+    monkeypatch.setattr("trainer.target.prove", refuse)
+    for family in ("llama", "qwen3", "mistral"):
+        changes: dict[str, Any] = {} if family == "mistral" else {"layer_types": ["full_attention"] * 4}
+        with pytest.raises(TargetError, match="not proved"):
+            load_target(saved(family, tmp_path / family, **changes))
+
+
+def test_nothing_to_forget_is_not_asked_for() -> None:
+    """transformers 5.8 would take it for: keep nothing."""
+    cache = DynamicTargetCache(4)
+    cache.commit(3)
+    asked: list[int] = []
+    cache.inner = SimpleNamespace(crop=asked.append)
+    cache.crop(3)
+    cache.crop(1)
+    assert asked == [-2] and cache.length == 1
 
 
 def test_a_window_that_no_layer_uses_is_none() -> None:
