@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_targets import drafter_for, real_model_folder, tiny_target
+from tiny_targets import drafter_for, real_target, tiny_target
 
 from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
 from trainer.evaluate import GREEN, RESET, Measured, coloured, read_prompts, spans, summary
 from trainer.speculate import Comparison, Decoded
-from trainer.target import load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +69,7 @@ def test_drafted_pieces_are_green_line_by_line() -> None:
 
 
 def test_a_character_of_several_tokens_is_shown_whole() -> None:
-    target = load_target(real_model_folder())
+    target = real_target()
     tokens = target.tokenizer.encode("a🦔b")
     assert len(tokens) > 4  # the hedgehog alone is several
     drafted = [False, *([True, False] * len(tokens))][: len(tokens)]

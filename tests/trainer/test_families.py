@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_families import POSITIONS_ADDED, SUPPORTED, tiny_config, tiny_model
-from tiny_targets import document_features, drafter_for, real_model_folder, tiny_target, tiny_tokenizer
+from tiny_targets import document_features, drafter_for, real_target, tiny_target, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -166,7 +166,7 @@ def test_a_model_that_also_sees_is_taken_by_its_language_model() -> None:
 
 
 def test_both_ways_are_the_same_on_the_real_model() -> None:
-    by_hand = load_target(real_model_folder())
+    by_hand = real_target()
     hooked = Hooked(Parts(by_hand.model))
     text = "The drafter proposes a block, the target checks it in one pass."
     ids = torch.tensor([by_hand.tokenizer.encode(text) * 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_targets import document_features, drafter_for, real_model_folder, tiny_target
+from tiny_targets import document_features, drafter_for, real_target, tiny_target
 from torch import Tensor
 
 import dflash_ops
@@ -17,7 +17,7 @@ from trainer.draft import DraftCache, DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.evaluate import measure, read_prompts, summary
 from trainer.speculate import Decoded, compare, decode_plain, decode_speculative, matches
-from trainer.target import TargetModel, load_target
+from trainer.target import TargetModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,7 +238,7 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 
 @pytest.mark.timeout(300)  # 40 s on an idle core
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
-    target = load_target(real_model_folder())
+    target = real_target()
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
     prompts = read_prompts(DEMO / "heldout.jsonl", target, 20)
     figures = summary(list(measure(target, drafter, prompts, 12)))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_targets import document_features, real_model_folder, tiny_target
+from tiny_targets import document_features, real_target, tiny_target
 from torch import nn
 
 import dflash_ops
@@ -63,7 +63,7 @@ def test_features_are_the_hidden_states_after_the_layers(family: str) -> None:
 
 
 def test_features_of_the_real_model() -> None:
-    target = load_target(real_model_folder())
+    target = real_target()
     ids = torch.tensor([target.tokenizer.encode("The drafter proposes a block, the target checks it in one pass.")])
     layer_ids = (1, 8, 14, 20, 27)
     torch.testing.assert_close(
@@ -201,7 +201,7 @@ def test_an_unused_row_may_lie_between_the_tokens() -> None:
 
 
 def test_the_real_model_s_mask_token_is_its_reserved_one() -> None:
-    target = load_target(real_model_folder())
+    target = real_target()
     assert target.mask_token() == 16  # <empty_output>
     lines = (Path(dflash_ops.__file__).parent / "demo" / "heldout.jsonl").read_text().splitlines()
     counts = np.zeros(target.config.vocab_size, dtype=np.int64)

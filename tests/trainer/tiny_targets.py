@@ -1,6 +1,7 @@
 """Targets made on the spot: random weights, a tokenizer of single ASCII characters, a ChatML template."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from trainer.draft import DraftModel
 from trainer.models import MODEL, is_whole, models_folder
-from trainer.target import TargetModel
+from trainer.target import TargetModel, load_target
 
 UNKNOWN, START, END, RESERVED = "<unk>", "<|im_start|>", "<|im_end|>", "<reserved>"
 TEMPLATE = (
@@ -77,3 +78,9 @@ def real_model_folder() -> Path:
     if not is_whole(folder):
         pytest.fail(f"the real model is not at {folder}: run `make setup` (or `python -m trainer import-gguf`)")
     return folder
+
+
+@cache
+def real_target() -> TargetModel:
+    """SmolLM2, loaded once for all tests: they change nothing of it."""
+    return load_target(real_model_folder())
