@@ -68,6 +68,7 @@ def test_packing_puts_every_document_in_one_row_that_holds_it(seed: int, count: 
 
 
 def test_rows_are_nearly_full() -> None:
+    assert pack([49, 1, 1, 30, 20], 50) == [[0, 1], [2], [3, 4]]
     lengths = np.random.default_rng(0).lognormal(5.2, 0.8, 4096).astype(int).clip(8, 1024).tolist()
     assert sum(lengths) / (1024 * len(pack(lengths, 1024))) > 0.99
 
