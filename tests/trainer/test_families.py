@@ -261,6 +261,7 @@ def test_a_config_that_says_so_is_refused(family: str, changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
+        ("gemma2", {"final_logit_softcapping": 30.0}, "bounds its logits"),
         ("phi", {}, "head has a bias"),
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16}, "embedding is 16 wide, its hidden states are 32"),
         ("bloom", {}, "what enters its first layer is not a token's embedding times a constant"),
@@ -449,6 +450,10 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     model, tokenizer = tiny_model("mistral"), tiny_tokenizer()
     assert len(tokenizer) == 100
     TargetModel(model, tokenizer)
+    gapped = tiny_tokenizer()
+    gapped.get_vocab = lambda: {"far": 100}
+    with pytest.raises(TargetError, match=r"tokenizer gives the id 100, its embedding has only 100 rows"):
+        TargetModel(model, gapped)
     tokenizer.add_tokens(["more"])
     with pytest.raises(TargetError, match=r"tokenizer has 101 tokens, its embedding only 100 rows"):
         TargetModel(model, tokenizer)
