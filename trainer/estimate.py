@@ -18,7 +18,7 @@ from trainer.blocks import TILE
 from trainer.config import TrainConfig
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
-from trainer.refused import KINDS, TargetError, check_config, text_config
+from trainer.refused import TargetError, check_config, text_config
 from trainer.start import TrainingError
 from trainer.target import first_line
 from trainer.train import DEPTH
@@ -228,27 +228,15 @@ def read_shapes(config: TrainConfig, bytes_each: int) -> tuple[Target, DraftConf
         bytes_each=bytes_each,
     )
     wanted = config.draft
-    sliding = range(wanted.layers) if wanted.sliding_layers is None else wanted.sliding_layers
-    theta, scaling = sizes.rope(text)
     try:
-        draft = DraftConfig(
-            hidden_size=text.hidden_size,
-            intermediate_size=target.intermediate,
+        draft = sizes.draft_config(
+            text,
             num_layers=wanted.layers,
-            num_heads=text.num_attention_heads,
-            num_kv_heads=sizes.num_kv_heads(text),
-            head_dim=sizes.head_dim(text),
-            vocab_size=text.vocab_size,
-            rms_norm_eps=sizes.norm_eps(text),
-            rope_theta=theta,
-            rope_scaling=scaling,
             block_size=wanted.block,
-            target_layer_ids=wanted.target_layer_ids or default_target_layer_ids(target.layers, wanted.captured),
-            num_target_layers=target.layers,
+            layer_ids=wanted.target_layer_ids or default_target_layer_ids(target.layers, wanted.captured),
             mask_token_id=wanted.mask_token_id or 0,  # which it is, the data says too
-            max_position_embeddings=sizes.max_positions(text),
-            layer_types=tuple(KINDS[wanted.sliding_window is not None and i in sliding] for i in range(wanted.layers)),
             sliding_window=wanted.sliding_window,
+            sliding_layers=wanted.sliding_layers,
             causal=wanted.causal,
         )
     except ValueError as error:

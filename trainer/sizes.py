@@ -2,9 +2,10 @@
 # (transformers gives its configs no types)
 """A drafter's sizes from a target's config, whatever the family calls them."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
+from trainer.draft_config import DraftConfig
 from trainer.refused import KINDS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -87,3 +88,55 @@ def fixed_positions(config: Any) -> int | None:
     originals = [rule.get("original_max_position_embeddings") for rule in rules]
     named = [size for size in (*originals, getattr(config, "original_max_position_embeddings", None)) if size]
     return min(int(size) for size in (*named, max_positions(config)))
+
+
+def draft_config(
+    config: Any,
+    *,
+    num_layers: int,
+    block_size: int,
+    layer_ids: Sequence[int],
+    mask_token_id: int,
+    sliding_window: int | None = None,
+    sliding_layers: Sequence[int] | None = None,
+    causal: bool = False,
+    embedding_scale: float = 1.0,
+    logit_scale: float = 1.0,
+) -> DraftConfig:
+    """A drafter of a target's own width, fed with its layers `layer_ids`; config: the target's, of its text.
+
+    sliding_layers: which of the drafter's layers see only the last `sliding_window` tokens; None: all of them, where
+    there is a window. Raises ValueError when the numbers don't fit each other.
+    """
+    if sliding_window is None and sliding_layers:
+        raise ValueError(f"sliding_layers {list(sliding_layers)}: a sliding_window is needed for them")
+    if wrong := [layer for layer in sliding_layers or () if not 0 <= layer < num_layers]:
+        raise ValueError(f"sliding_layers {wrong}: the drafter has layers 0..{num_layers - 1}")
+    sliding = range(num_layers) if sliding_layers is None and sliding_window is not None else sliding_layers or ()
+    kinds = cast(
+        "tuple[Literal['full_attention', 'sliding_attention'], ...]",
+        tuple(KINDS[layer in sliding] for layer in range(num_layers)),
+    )
+    theta, scaling = rope(config)
+    return DraftConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size(config),
+        num_layers=num_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
+        vocab_size=config.vocab_size,
+        rms_norm_eps=norm_eps(config),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        block_size=block_size,
+        target_layer_ids=tuple(layer_ids),
+        num_target_layers=config.num_hidden_layers,
+        mask_token_id=mask_token_id,
+        max_position_embeddings=max_positions(config),
+        layer_types=kinds,
+        sliding_window=sliding_window,
+        causal=causal,
+        embedding_scale=embedding_scale,
+        logit_scale=logit_scale,
+    )

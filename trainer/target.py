@@ -13,7 +13,7 @@ take it for (proofs.py); one that is not is refused with the reason.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from trainer.caches import TargetCache
 from trainer.draft_config import DraftConfig
 from trainer.hooked import Hooked, Parts
 from trainer.proofs import prove
-from trainer.refused import KINDS, TargetError, check_config, text_config
+from trainer.refused import TargetError, check_config, text_config
 from trainer.vocabulary import Counts, check_vocabulary
 
 
@@ -184,40 +184,15 @@ class TargetModel:
         causal: bool = False,
         counts: Counts | None = None,
     ) -> DraftConfig:
-        """A drafter of the target's own width for it, fed with `layer_ids`.
-
-        mask_token_id, counts: see `mask_token`. sliding_layers: which of the drafter's layers see only the last
-        `sliding_window` tokens; None: all of them, where there is a window.
-        """
-        config = self.config
-        if sliding_window is None and sliding_layers:
-            raise ValueError(f"sliding_layers {list(sliding_layers)}: a sliding_window is needed for them")
-        if wrong := [layer for layer in sliding_layers or () if not 0 <= layer < num_layers]:
-            raise ValueError(f"sliding_layers {wrong}: the drafter has layers 0..{num_layers - 1}")
-        sliding = range(num_layers) if sliding_layers is None and sliding_window is not None else sliding_layers or ()
-        kinds = cast(
-            "tuple[Literal['full_attention', 'sliding_attention'], ...]",
-            tuple(KINDS[layer in sliding] for layer in range(num_layers)),
-        )
-        theta, scaling = sizes.rope(config)
-        return DraftConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=sizes.intermediate_size(config),
+        """A drafter for this target: see sizes.draft_config. mask_token_id, counts: see `mask_token`."""
+        return sizes.draft_config(
+            self.config,
             num_layers=num_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=sizes.num_kv_heads(config),
-            head_dim=self.head_dim,
-            vocab_size=config.vocab_size,
-            rms_norm_eps=sizes.norm_eps(config),
-            rope_theta=theta,
-            rope_scaling=scaling,
             block_size=block_size,
-            target_layer_ids=tuple(layer_ids),
-            num_target_layers=self.num_layers,
+            layer_ids=layer_ids,
             mask_token_id=self.mask_token(mask_token_id, counts),
-            max_position_embeddings=sizes.max_positions(config),
-            layer_types=kinds,
             sliding_window=sliding_window,
+            sliding_layers=sliding_layers,
             causal=causal,
             embedding_scale=self.embedding_scale,
             logit_scale=self.logit_scale,
