@@ -2,13 +2,12 @@
 
 A folder is written under a temporary name, every file synced, then renamed: a reader sees all of it or nothing.
 
+checkpoints/best.json                Best: which of them was measured best, so that it stays
 checkpoints/step-00000100/
-    config.json, model.safetensors   the drafter, loadable as it is
+    config.json, model.safetensors   the drafter, its weights in float32, loadable as it is
     optimizer.safetensors            AdamW's moments, named after their weights
-    state.json                       Progress, and the sha256 of the other files and of its own content
-
-There is no random generator to save: weights, order of the data and anchors are drawn from the seed, the epoch and the
-row's number alone.
+    random.json                      the states of all random generators
+    state.json                       Progress, Origin, and the sha256 of the other files and of its own content
 """
 
 # safetensors' and the optimiser's functions are typed loosely.
@@ -17,31 +16,34 @@ row's number alone.
 import contextlib
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.data import Cursor
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
+from trainer.files import built_beside, file_digest, names_in, remove, replace_synced, save_tensors, write_synced
 from trainer.optim import parameter_names
+from trainer.origin import Origin
+from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
+from trainer.snapshot import MOMENTS, HostCopy, Snapshot
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: without random.json and Origin
 MODEL_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for each weight
+RANDOM_FILE = "random.json"
+BEST_FILE = "best.json"
 
 
 class Progress(BaseModel):
@@ -57,11 +59,41 @@ class Progress(BaseModel):
     skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since
 
 
+class Score(NamedTuple):
+    """How good a drafter is: its acceptance length, higher is better."""
+
+    value: float
+    measured: Literal["decoded", "cycle"]  # by real decoding, or by a walk through the held-out answers
+
+    def beats(self, other: "Score") -> bool:
+        """What was decoded counts more than any estimate: the two are not to be compared."""
+        if self.measured != other.measured:
+            return self.measured == "decoded"
+        return self.value > other.value
+
+
+class Written(NamedTuple):
+    """A checkpoint that is on the disk."""
+
+    path: Path
+    best: bool  # of all that were measured so far
+
+
+class Best(BaseModel):
+    """best.json."""
+
+    schema_version: int = 1
+    name: str
+    score: float
+    measured: Literal["decoded", "cycle"]
+
+
 class StateFile(BaseModel):
     """state.json."""
 
     schema_version: int = SCHEMA_VERSION
     progress: Progress
+    origin: Origin | None = None  # of config, code and machine; None: it was not said
     files: dict[str, str]  # name -> sha256
     own: str = ""  # sha256 of this content with `own` empty
 
@@ -73,6 +105,10 @@ class StateFile(BaseModel):
         """What `own` has to be: of the fields that the file has, so that one from before a new field keeps its own."""
         content = self.model_copy(update={"own": ""}).model_dump_json(exclude_unset=True).encode()
         return hashlib.sha256(content).hexdigest()
+
+    def written(self) -> bytes:
+        """The whole file."""
+        return self.model_dump_json(indent=2, exclude_unset=True).encode()
 
 
 class CheckpointError(ValueError):
@@ -88,13 +124,13 @@ def save_drafter(folder: Path, model: DraftModel, config: DraftConfig, dtype: to
     folder = Path(folder).resolve()  # also for "." and "..", which have no name
     if folder.exists() and not (folder.is_dir() and names_in(folder) in (set[str](), {CONFIG_FILE, MODEL_FILE})):
         raise CheckpointError(f"{folder} is not a drafter: it will not be replaced")
-    with built_beside(folder) as building:
-        write_drafter_files(building, model, config, dtype)
-
-
-def write_drafter_files(folder: Path, model: DraftModel, config: DraftConfig, dtype: torch.dtype | None) -> None:
-    """The two files of a drafter, synced, into an existing folder."""
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    with built_beside(folder) as building:
+        drafter_files(building, weights, config)
+
+
+def drafter_files(folder: Path, weights: Mapping[str, Tensor], config: DraftConfig) -> None:
+    """The two files of a drafter, synced, into an existing folder."""
     data = config.to_json()
     data["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     save_tensors(folder / MODEL_FILE, weights)
@@ -129,36 +165,74 @@ def load_drafter(folder: Path | str, device: torch.device | str, dtype: torch.dt
 
 
 def save_checkpoint(
-    folder: Path, model: DraftModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+    folder: Path,
+    model: DraftModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    keep: int,
+    *,
+    score: Score | None = None,
+    origin: Origin | None = None,
 ) -> Path:
-    """Writes step-N below `folder`, then deletes all but the newest `keep`. An OSError leaves the older ones intact.
+    """Copies everything to the host and writes it, in this thread: see write_checkpoint."""
+    snapshot = HostCopy().take(model, optimizer)
+    return write_checkpoint(folder, snapshot, progress, keep, score=score, origin=origin).path
 
-    Later ones go too: they were damaged and passed over, else the training would have gone on from there. A step that
-    is there already, whole, stays as it is: replacing it would leave a moment with none.
+
+def write_checkpoint(
+    folder: Path,
+    snapshot: Snapshot,
+    progress: Progress,
+    keep: int,
+    *,
+    score: Score | None = None,
+    origin: Origin | None = None,
+) -> Written:
+    """Writes step-N below `folder`, then deletes all but the newest `keep` and the best one.
+
+    score: how good this one is; None: it was not measured, and can't be the best. Raises OSError, which leaves the
+    older ones intact. Later ones go too: they were damaged and passed over, else the training would have gone on from
+    there. A step that is there already, whole, stays as it is: replacing it would leave a moment with none.
     """
     new = folder / checkpoint_name(progress.step)
-    if new.exists() and damage(new) is None:
-        return new
-    for leftover in folder.glob(".*"):  # of a save that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    with built_beside(new) as building:
-        write_drafter_files(building, model, model.config, None)
-        save_tensors(building / OPTIMIZER_FILE, optimizer_tensors(model, optimizer))
-        files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
-        state = StateFile(progress=progress, files=files).sealed()
-        write_synced(building / STATE_FILE, state.model_dump_json(indent=2).encode())
+    if not (new.exists() and damage(new) is None):
+        for leftover in folder.glob(".*"):  # of a save that was killed
+            remove(leftover)
+        with built_beside(new) as building:
+            snapshot.arrived()
+            drafter_files(building, snapshot.weights, snapshot.config)
+            save_tensors(building / OPTIMIZER_FILE, snapshot.moments)
+            write_synced(building / RANDOM_FILE, snapshot.random)
+            files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
+            state = StateFile(progress=progress, origin=origin, files=files).sealed()
+            write_synced(building / STATE_FILE, state.written())
+    best = read_best(folder)
+    if score is not None and (best is None or score.beats(Score(best.score, best.measured))):
+        best = Best(name=new.name, score=score.value, measured=score.measured)
+        replace_synced(folder / BEST_FILE, best.model_dump_json(indent=2).encode())
     found = checkpoint_folders(folder)
     here = found.index(new)
     for unwanted in found[:here] + found[here + keep :]:
-        shutil.rmtree(unwanted)
-    return new
+        if best is None or unwanted.name != best.name:
+            # It first loses its name, so that one which is half gone is never taken for a damaged one.
+            remove(unwanted.rename(unwanted.with_name(f".{unwanted.name}.old")))
+    return Written(new, best is not None and best.name == new.name)
+
+
+def read_best(folder: Path) -> Best | None:
+    """The best checkpoint below `folder`; None when none was measured, or when it is damaged or gone."""
+    try:
+        best = Best.model_validate_json((folder / BEST_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return best if damage(folder / best.name) is None else None
 
 
 def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint below `folder` whose files are what was written; damaged ones are named and passed over.
 
     None when there are none at all. Raises CheckpointError when there are only damaged ones: starting anew would
-    overwrite what may still be repaired.
+    overwrite what may still be repaired; OSError when the folder can't be read.
     """
     found = checkpoint_folders(folder)
     for checkpoint in found:
@@ -172,7 +246,10 @@ def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | N
 
 
 def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.Optimizer) -> Progress:
-    """Puts weights and moments back, exactly. Raises CheckpointError when it holds another shape of drafter."""
+    """Puts weights, moments and random generators back, exactly.
+
+    Raises CheckpointError when it holds another shape of drafter.
+    """
     loaded, config = load_drafter(checkpoint, "cpu", torch.float32)
     if config != model.config:
         raise CheckpointError(f"checkpoint {checkpoint}: {difference(config, model.config)}")
@@ -182,6 +259,8 @@ def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.
     state = {i: {key: moments[f"{name}.{key}"] for key in MOMENTS} for i, name in enumerate(names)} if moments else {}
     # The groups' settings come from the config, not from the file: a resumed run may have another learning rate.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if (checkpoint / RANDOM_FILE).exists():  # not in those of the first version
+        restore_random_states(json.loads((checkpoint / RANDOM_FILE).read_bytes()))
     return read_state(checkpoint).progress
 
 
@@ -191,16 +270,13 @@ def difference(found: DraftConfig, wanted: DraftConfig) -> str:
     return ", ".join(f"its {name} is {one}, wanted {other}" for name, one, other in pairs if one != other)
 
 
-def optimizer_tensors(model: DraftModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by the names of their weights; nothing before the first step."""
-    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-    names = parameter_names(model)
-    return {f"{names[i]}.{key}": held[key].detach().cpu().contiguous() for i, held in state.items() for key in MOMENTS}
-
-
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Newest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    """Newest first. Raises OSError when the folder is there and can't be read: that is not the same as none."""
+    try:
+        found = [path for path in folder.iterdir() if path.name.startswith("step-")]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def read_state(checkpoint: Path) -> StateFile:
@@ -210,82 +286,24 @@ def read_state(checkpoint: Path) -> StateFile:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        state = read_state(checkpoint)
+        content = (checkpoint / STATE_FILE).read_bytes()
+        with contextlib.suppress(ValueError):  # told below
+            version: Any = json.loads(content)["schema_version"]
+            if version > SCHEMA_VERSION:
+                return f"schema_version {version} is newer than this trainer, which knows {SCHEMA_VERSION}"
+        state = StateFile.model_validate_json(content)
         wrong = [name for name, digest in state.files.items() if file_digest(checkpoint / name) != digest]
-    except (OSError, ValueError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        return f"{STATE_FILE} can't be read: {'.'.join(map(str, first['loc']))} {first['msg']}".replace("  ", " ")
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, KeyError, TypeError) as error:
         return str(error).split("\n")[0]
-    if state.schema_version > SCHEMA_VERSION:
-        return f"schema_version {state.schema_version} is newer than this trainer"
-    if state.own != state.seal():
+    # Later versions write one text for one content, so that no byte can change unseen.
+    if state.own != state.seal() or (state.schema_version > 1 and state.written() != content):
         wrong.append(STATE_FILE)
-    return f"{wrong[0]} is not what was written" if wrong else None
-
-
-# --- files ---
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, synced to the disk. Raises OSError."""
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:  # what it makes of a full disk, too
-        raise OSError(f"can't write {path}: {error}") from error
-    sync(path)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def built_beside(folder: Path) -> Generator[Path]:
-    """A temporary folder beside `folder`, which takes its place at the end of the block; an error leaves no trace.
-
-    An older `folder` steps aside first and goes away after.
-    """
-    make_synced(folder.parent)
-    building, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
-    for leftover in (building, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    building.mkdir()
-    try:
-        yield building
-        sync(building)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(old)
-    building.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def make_synced(folder: Path) -> None:
-    """Makes a folder and those above it that are missing; each one's entry is on the disk after."""
-    if folder.exists():
-        return
-    make_synced(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync(folder.parent)
+    if wrong:
+        return f"{wrong[0]} is not what was written"
+    named = checkpoint_name(state.progress.step)
+    return None if named == checkpoint.name else f"it is {named} under another name"

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from trainer.arguments import at_least_one
 from trainer.chat import tokens_of
-from trainer.checkpoint import built_beside, sync, write_synced
+from trainer.files import built_beside, sync, write_synced
 from trainer.prepared import (
     META,
     DataError,

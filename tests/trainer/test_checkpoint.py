@@ -150,9 +150,8 @@ def test_every_new_folder_and_file_is_synced(tmp_path: Path, monkeypatch: pytest
     model, optimizer = trained(1)
     save_checkpoint(tmp_path / "run/checkpoints", model, optimizer, at(5), keep=1)
     building = "run/checkpoints/.step-00000005.tmp"
-    files = [
-        f"{building}/{name}" for name in ("model.safetensors", "config.json", "optimizer.safetensors", "state.json")
-    ]
+    names = ("model.safetensors", "config.json", "optimizer.safetensors", "random.json", "state.json")
+    files = [f"{building}/{name}" for name in names]
     assert synced == [".", "run", *files, building, "run/checkpoints"]
 
 

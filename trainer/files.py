@@ -1,0 +1,99 @@
+"""Files and folders that are on the disk whole, or not at all."""
+
+# safetensors' functions are typed loosely.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, synced to the disk. Raises OSError."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # what it makes of a full disk, too
+        raise OSError(f"can't write {path}: {error}") from error
+    sync(path)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """A file in the place of an older one: a reader sees the one or the other, after a crash too."""
+    building = path.with_name(f".{path.name}.tmp")
+    write_synced(building, data)
+    building.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def built_beside(folder: Path) -> Generator[Path]:
+    """A temporary folder beside `folder`, which takes its place at the end of the block; an error leaves no trace.
+
+    What is at `folder` steps aside first and goes away after.
+    """
+    make_synced(folder.parent)
+    building, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
+    for leftover in (building, old):
+        remove(leftover)
+    building.mkdir()
+    try:
+        yield building
+        sync(building)
+    except BaseException:
+        remove(building)
+        raise
+    if os.path.lexists(folder):
+        folder.rename(old)
+    building.rename(folder)
+    sync(folder.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """A folder, a file or a link goes away, as far as the disk lets it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def make_synced(folder: Path) -> None:
+    """Makes a folder and those above it that are missing; each one's entry is on the disk after."""
+    if folder.exists():
+        return
+    make_synced(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)

@@ -1,0 +1,101 @@
+"""Checkpoints written from a thread, while the training goes on.
+
+    with Saver(folder, model, optimizer, keep=2, origin=origin, saved=tell) as saver:
+        for each step: ...; saver.save(progress); saver.poll()
+
+The state is copied to the host at once (snapshot.py); what the disk takes its time for happens in the thread. One write
+is under way at most: the next save waits for it. A write that fails is an OSError of the next call here, in the
+caller's thread: a training without checkpoints is not worth going on with. What was written before stays whole.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, write_checkpoint
+from trainer.draft import DraftModel
+from trainer.origin import Origin
+from trainer.snapshot import HostCopy, Snapshot
+
+
+class Saver:
+    """The writer of one training's checkpoints; all calls come from one thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: DraftModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int,
+        origin: Origin | None,
+        saved: Callable[[Written], None],
+    ) -> None:
+        """saved: called, in the caller's thread, when a checkpoint is on the disk."""
+        self._folder, self._model, self._optimizer = folder, model, optimizer
+        self._keep, self._origin, self._saved = keep, origin, saved
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._written: Written | None = None
+        self._error: BaseException | None = None
+
+    def save(self, progress: Progress, score: Score | None = None) -> None:
+        """Starts to write a checkpoint of what the drafter is now. score: how good it is, where that was measured."""
+        self.wait()
+        snapshot = self._copy.take(self._model, self._optimizer)
+        self._thread = threading.Thread(target=self._write, args=(snapshot, progress, score), name="checkpoint")
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Tells of a write that is done. Raises OSError when it failed."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the write under way, however long the disk takes. Raises OSError when it failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        written, self._written = self._written, None
+        if isinstance(error, OSError):
+            raise OSError(f"no checkpoint could be written: {error}; {self._what_is_left()}") from error
+        if error is not None:
+            raise error
+        if written is not None:
+            self._saved(written)
+
+    def _write(self, snapshot: Snapshot, progress: Progress, score: Score | None) -> None:
+        try:
+            self._written = write_checkpoint(
+                self._folder, snapshot, progress, self._keep, score=score, origin=self._origin
+            )
+        except BaseException as error:  # whatever it is, the caller must see it
+            self._error = error
+
+    def _what_is_left(self) -> str:
+        try:
+            newest = newest_good_checkpoint(self._folder, lambda line: None)
+        except (OSError, ValueError):
+            newest = None
+        if newest is None:
+            return "there is none yet, so nothing of the training is kept"
+        return f"{newest.name} is whole: mend the disk and start again, which goes on from there"
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Waits for the write under way. When an error is on its way already, that one is told, not the write's."""
+        try:
+            self.wait()
+        except Exception as own:
+            if error is None:
+                raise
+            error.add_note(f"and {own}")
