@@ -132,6 +132,12 @@ class TrainSection(Section):
     """Steps between two records; the first and the last step make one in any case."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between two measurements on data.heldout; 0: at the end only."""
+    decode_every: int = Field(default=0, ge=0)
+    """Steps between two real decodings of prompts of data.heldout, and one at the end; 0: never. `best` goes by it."""
+    decode_prompts: int = Field(default=16, ge=1)
+    """Prompts that are decoded then, one after the other: the first ones of data.heldout."""
+    decode_tokens: int = Field(default=64, ge=2)
+    """Tokens of each of their answers, at most."""
     checkpoint_every: int = Field(default=100, ge=1)
     """Steps between two checkpoints; the last step makes one in any case."""
     keep: int = Field(default=2, ge=1)
@@ -161,6 +167,12 @@ class TrainConfig(Section):
     draft: DraftSection = DraftSection()
     data: DataSection
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _prompts_to_decode(self) -> "TrainConfig":
+        if self.train.decode_every and self.data.heldout is None:
+            raise ValueError("train.decode_every needs data.heldout: its prompts are what is decoded")
+        return self
 
 
 def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None = None) -> TrainConfig:

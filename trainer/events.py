@@ -82,12 +82,16 @@ def scalars(record: StepRecord) -> dict[str, float]:
         "heldout/loss": record.heldout_loss,
         "heldout/acceptance": record.heldout_accept,
         "heldout/acceptance_by_cycle": record.heldout_cycle_accept,
+        "decoded/acceptance": record.decoded_accept,
+        "decoded/acceptance_micro": record.decoded_accept_micro,
         "speed/tokens_per_s": record.tokens_per_s,
         "speed/memory_mib": record.memory_mib,
     }
     found |= {
         f"accuracy_by_slot/{slot:02d}": share for slot, share in enumerate(record.accuracy_by_slot or (), start=1)
     }
+    cycles = record.decoded_histogram or {}
+    found |= {f"decoded_cycles/{tau:02d}": count / sum(cycles.values()) for tau, count in cycles.items()}
     found |= {f"queue/{name}": waiting for name, waiting in (record.queues or {}).items()}
     return {tag: float(value) for tag, value in found.items() if value is not None}
 

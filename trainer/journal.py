@@ -9,7 +9,7 @@ from typing import Any
 from trainer.events import Events
 from trainer.records import SCHEMA_VERSION, RunDir, Status, StepRecord, read_metrics, read_status
 
-HELDOUT = ("heldout_loss", "heldout_accept", "heldout_cycle_accept")
+HELDOUT = ("heldout_loss", "heldout_accept", "heldout_cycle_accept")  # always measured together
 
 
 class Journal:
@@ -40,6 +40,7 @@ class Journal:
         last = kept[-1] if kept else None
         learned = next((record for record in reversed(kept) if record.loss is not None), None)
         measured = next((record for record in reversed(kept) if record.heldout_loss is not None), None)
+        decoded = next((record for record in reversed(kept) if record.decoded_accept is not None), None)
         self.update(
             step=step,
             first_loss=first_loss,
@@ -50,6 +51,7 @@ class Journal:
             heldout_loss=measured and measured.heldout_loss,
             heldout_accept=measured and measured.heldout_accept,
             heldout_cycle_accept=measured and measured.heldout_cycle_accept,
+            decoded_accept=decoded and decoded.decoded_accept,
             skipped=skipped,
         )
 
@@ -61,6 +63,8 @@ class Journal:
         # A skipped step has no figures: those of the last one that was learned from stay.
         learned = {"loss": record.loss, "accept": record.accept} if record.loss is not None else {}
         heldout = {name: getattr(record, name) for name in HELDOUT} if record.heldout_loss is not None else {}
+        if record.decoded_accept is not None:
+            heldout["decoded_accept"] = record.decoded_accept
         self.update(
             state="training",
             step=record.step,
@@ -106,6 +110,10 @@ def step_line(record: StepRecord, total_steps: int) -> str:
         line += f" | held-out loss {record.heldout_loss:.4f} accept {_figure(record.heldout_accept)}"
     if record.heldout_cycle_accept is not None:
         line += f", {record.heldout_cycle_accept:.2f} a cycle"
+    if record.decoded_accept is not None:
+        line += f" | decoded {record.decoded_accept:.2f} a cycle, micro {_figure(record.decoded_accept_micro)}"
+    if record.decoded_histogram:
+        line += f" ({' '.join(f'{tau}:{count}' for tau, count in record.decoded_histogram.items())})"
     return line
 
 

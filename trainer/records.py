@@ -37,6 +37,8 @@ class Status(Record):
     """The same two over all anchors of the held-out data, at their last measurement."""
     heldout_cycle_accept: float | None = None
     """Acceptance length of a walk through the held-out answers in decoding's cycles, at that measurement."""
+    decoded_accept: float | None = None
+    """Acceptance length of real decoding of held-out prompts, mean over the answers, at its last measurement."""
     skipped: int = 0
     """Steps of the whole training that changed nothing, because their loss or gradient was not finite."""
     tokens_per_s: float | None = None
@@ -86,6 +88,12 @@ class StepRecord(Record):
     heldout_cycle_accept: float | None = None
     """Tokens a cycle of a walk through the held-out answers (a -> a + accepted + 1), bonus token included: what
     decoding reaches where the answers are the target's own greedy ones."""
+    decoded_accept: float | None = None
+    """Tokens a cycle of real decoding of held-out prompts at temperature 0, bonus token included: mean over answers."""
+    decoded_accept_micro: float | None = None
+    """The same, mean over all cycles."""
+    decoded_histogram: dict[int, int] | None = None
+    """Tokens of a cycle -> cycles that gave as many."""
 
 
 @dataclass(frozen=True)

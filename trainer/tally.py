@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.acceptance import CycleFigures
 from trainer.checkpoint import Progress
 from trainer.feed import StepSource
 from trainer.heldout import HeldoutFigures
@@ -35,6 +36,7 @@ class Step:
     tokens: int
     figures: StepFigures
     heldout: HeldoutFigures | None = None  # measured after it
+    decoded: CycleFigures | None = None  # by real decoding after it
 
 
 class Tally:
@@ -73,7 +75,13 @@ class Tally:
             self._clock.add(step.tokens)
             self._count(step, figures)
             is_last = step.source.step == self._journal.status.total_steps
-            told = step.source.step % self._log_every == 0 or step.source.step == 1 or is_last or step.heldout
+            told = (
+                step.source.step % self._log_every == 0
+                or step.source.step == 1
+                or is_last
+                or step.heldout
+                or step.decoded
+            )
             if told or not figures.finite:
                 self._journal.record(self._record(step, figures, queues))
             if len(self.skipped_in_a_row) >= MOST_SKIPPED_IN_A_ROW:
@@ -117,6 +125,9 @@ class Tally:
             heldout_loss=step.heldout and number(step.heldout.loss),
             heldout_accept=step.heldout and number(step.heldout.accept),
             heldout_cycle_accept=step.heldout and number(step.heldout.cycle_accept),
+            decoded_accept=step.decoded and number(step.decoded.macro),
+            decoded_accept_micro=step.decoded and number(step.decoded.micro),
+            decoded_histogram=step.decoded and step.decoded.histogram,
         )
 
 

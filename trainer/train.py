@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.blocks import TILE
-from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
+from trainer.checkpoint import Progress, Score, load_checkpoint, save_checkpoint
 from trainer.config import TrainConfig, default_gamma
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.heldout import heldout_figures
 from trainer.journal import Journal
 from trainer.learner import Learner, features_of, soft_target_cost
+from trainer.live import HeldoutDecoder, heldout_prompts, score_of
 from trainer.loss import Weighting
 from trainer.optim import learning_rate, make_optimizer
 from trainer.pipeline import Pipeline
@@ -134,8 +135,8 @@ def _train(
         rows = rows.pinned() if target_device.type == "cuda" else rows
         return features_of(target, rows, draft, device, anchors=settings.anchors, teacher=learns_distribution)
 
-    def save(done: Progress) -> None:
-        path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep)
+    def save(done: Progress, score: Score | None = None) -> None:
+        path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep, score=score)
         journal.update(step=done.step, checkpoint=path.name)
         say(f"saved {path.name}")
 
@@ -144,6 +145,13 @@ def _train(
 
     if device.type == "cuda" and progress.step < settings.steps:
         learner.warm_up(features(feed.learning_batch(cursor)))  # in this thread alone: see threads.py
+
+    decoder = None
+    if heldout and settings.decode_every:
+        prompts = heldout_prompts(
+            heldout, target, settings.decode_prompts, settings.decode_tokens, block=draft.block_size
+        )
+        decoder = HeldoutDecoder(target, model, device, prompts, settings.decode_tokens)
 
     # The loop. The feed and the target work ahead in their own threads; the drafter learns in this one.
     journal.update(state="training")
@@ -158,6 +166,7 @@ def _train(
     source = feed.batches(progress.step, cursor)
     with nothing_compiles(device), Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline:
         results = iter(pipeline)
+        score: Score | None = None  # of the last step
         for step in range(progress.step + 1, settings.steps + 1):
             if stop.is_set():
                 break
@@ -172,18 +181,23 @@ def _train(
             if feed.measures_after(step) and not stop.is_set():
                 tally.settle(pipeline.depths())
                 measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
+            decoded = None
+            if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
+                tally.settle(pipeline.depths())
+                decoded = decoder.measure(stop)
+            score = score_of(measured, decoded)
             rows = feed.source(step)
-            tally.add(Step(rows, lr, tokens, figures, measured), pipeline.depths())
+            tally.add(Step(rows, lr, tokens, figures, measured, decoded), pipeline.depths())
             progress = Progress(step=step, row=rows.after.row, cursor=rows.after, data_digest=data.digest)
             if step % settings.checkpoint_every == 0 or step == settings.steps:
                 tally.settle(pipeline.depths())
                 # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
                 if not tally.skipped_in_a_row:
-                    save(tally.noted(progress))
+                    save(tally.noted(progress), score)
         # Here and not below: the threads may take long to stop, or never do.
         tally.settle(pipeline.depths())
         if journal.status.checkpoint != checkpoint_name(progress.step):
-            save(tally.noted(progress))
+            save(tally.noted(progress), score)
     for name in pipeline.left_behind:
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"

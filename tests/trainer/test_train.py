@@ -74,7 +74,8 @@ def test_the_records_say_what_was_done(tiny_folder: Path, tmp_path: Path) -> Non
     assert (status.checkpoint, status.loss, status.error) == ("step-00000006", records[-1].loss, None)
     assert [line for line in lines if line.startswith("step 4/6 loss ")]
     assert lines[-1] == "finished at step 6/6"
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["best.json", "step-00000004", "step-00000006"]
 
 
 # --- repeating and resuming ---

@@ -1,0 +1,98 @@
+"""The drafter under training put to real decoding, on a schedule: held-out prompts, temperature 0, the live weights.
+
+It runs in the loop's thread, between two steps, while the target's thread may run the target ahead for later ones. That
+is safe: a pass only reads the target, by hand or by its own forward (hooks write for the thread that asked), and each
+sequence has a cache of its own. Nothing compiles: decoding runs the drafter's and the target's modules themselves, not
+what was compiled for training. Nothing is drawn at random, so the training goes on as if it had not happened.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.acceptance import CycleFigures, answers_in, summarise
+from trainer.checkpoint import Score
+from trainer.draft import DraftCache, DraftModel
+from trainer.heldout import HeldoutFigures
+from trainer.prepared import Prepared
+from trainer.speculate import SpeculativeDecoding, capacity
+from trainer.start import TrainingError
+from trainer.target import TargetModel
+
+
+class LiveDrafter:
+    """The drafter as training runs it: on its own device, with autocast on a GPU, in float32 on the CPU."""
+
+    def __init__(self, model: DraftModel, device: torch.device, target: TargetModel) -> None:
+        self.config = model.config
+        self._model, self._device, self._target = model, device, target
+
+    def forward_cached(self, features_new: Tensor, embeds: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
+        on_gpu = self._device.type == "cuda"
+        # As FeatureBatch.to does.
+        dtype = None if on_gpu else torch.promote_types(features_new.dtype, torch.float32)
+        features_new, embeds = (tensor.to(self._device, dtype) for tensor in (features_new, embeds))
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
+            hidden = self._model.forward_cached(features_new, embeds, positions.to(self._device), cache)
+        return hidden.to(self._target.device, self._target.dtype)
+
+
+class HeldoutDecoder:
+    """Decodes the same prompts each time it is asked."""
+
+    def __init__(
+        self, target: TargetModel, model: DraftModel, device: torch.device, prompts: Sequence[list[int]], tokens: int
+    ) -> None:
+        """tokens: of an answer, at most. Raises TargetError when the target can't be decoded step by step."""
+        target.new_cache(1)
+        self._target, self._drafter = target, LiveDrafter(model, device, target)
+        self._prompts, self._tokens = prompts, tokens
+
+    def measure(self, stop: threading.Event) -> CycleFigures | None:
+        """Acceptance over all prompts; None when `stop` cut the measurement."""
+        answers: list[list[int]] = []
+        for prompt in self._prompts:
+            decoding = SpeculativeDecoding(self._target, self._drafter, prompt, self._tokens)
+            while not decoding.full:
+                if stop.is_set():
+                    return None
+                decoding.cycle()
+            answers.append(decoding.decoded().accepted)
+        return summarise(answers)
+
+
+def heldout_prompts(heldout: Prepared, target: TargetModel, count: int, tokens: int, block: int) -> list[list[int]]:
+    """What comes before the last answer, of the first `count` conversations that leave room for `tokens` more.
+
+    Raises TrainingError when there is none.
+    """
+    found: list[list[int]] = []
+    for index in range(len(heldout)):
+        document = heldout.document(index, target.longest)
+        answers = answers_in(document.loss_mask, np.zeros(len(document), dtype=np.int64))
+        prompt: list[int] = document.ids[: answers[-1][0]].tolist() if answers else []
+        try:
+            capacity(target, prompt, tokens, block)
+        except ValueError:
+            continue
+        found.append(prompt)
+        if len(found) == count:
+            break
+    if not found:
+        raise TrainingError(
+            f"train.decode_every: none of the {len(heldout):,} held-out conversations leaves room for an answer of "
+            f"{tokens} tokens in the target's {target.longest:,} positions: lower train.decode_tokens"
+        )
+    return found
+
+
+def score_of(heldout: HeldoutFigures | None, decoded: CycleFigures | None) -> Score | None:
+    """How good the drafter is after a step: by decoding, else by the walk through the held-out answers, if measured."""
+    if decoded is not None and decoded.cycles:
+        return Score(decoded.macro, "decoded")
+    if heldout is not None and heldout.cycle_accept == heldout.cycle_accept:  # not nan
+        return Score(heldout.cycle_accept, "cycle")
+    return None
