@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,6 +36,7 @@ from trainer.origin import Origin
 from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
 from trainer.snapshot import MOMENTS, HostCopy, Snapshot
+from trainer.speculators import EMBEDDING, HEAD, REDUCED, from_speculators, is_speculators
 
 SCHEMA_VERSION = 2  # 1: without random.json and Origin
 MODEL_FILE = "model.safetensors"
@@ -137,17 +138,36 @@ def drafter_files(folder: Path, weights: Mapping[str, Tensor], config: DraftConf
     write_synced(folder / CONFIG_FILE, json.dumps(data, indent=2).encode())
 
 
-def load_drafter(folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> tuple[DraftModel, DraftConfig]:
-    """Reads a drafter in the z-lab format, ours or another trainer's; also a checkpoint's folder.
+class Ends(Protocol):
+    """What a drafter has in common with its target."""
 
-    Raises CheckpointError naming the folder and what is wrong: a missing file, a tensor missing, unknown or misshapen.
+    num_layers: int
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    def embedding(self, ids: Tensor) -> Tensor: ...
+
+
+def load_drafter(
+    folder: Path | str, device: torch.device | str, dtype: torch.dtype, *, target: Ends | None = None
+) -> tuple[DraftModel, DraftConfig]:
+    """Reads a drafter in z-lab's or speculators' format, ours or another trainer's; also a checkpoint's folder.
+
+    target: the drafter's, where it is at hand; speculators' own files don't say how many layers it has. Raises
+    CheckpointError naming the folder and what is wrong: a missing file, a tensor missing, unknown or misshapen.
     """
     folder = Path(folder)
     try:
-        config = DraftConfig.from_json(json.loads((folder / CONFIG_FILE).read_bytes()))
+        data = json.loads((folder / CONFIG_FILE).read_bytes())
+        foreign = isinstance(data, dict) and is_speculators(cast("dict[str, Any]", data))
+        layers = target.num_layers if target else None
+        config = from_speculators(data, layers) if foreign else DraftConfig.from_json(data)
         weights = load_file(folder / MODEL_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"no drafter in {folder}: {error}") from error
+    if foreign:
+        _take_ends(folder, weights, target)
     with torch.device("meta"):
         model = DraftModel(config)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -159,6 +179,21 @@ def load_drafter(folder: Path | str, device: torch.device | str, dtype: torch.dt
             raise CheckpointError(f"drafter {folder}: tensor {name} has shape {got}, expected {wanted}")
     model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in weights.items()}, assign=True)
     return model.to(device), config
+
+
+def _take_ends(folder: Path, weights: dict[str, Tensor], target: Ends | None) -> None:
+    """Takes a frozen embedding and head out of `weights`; they have to be the target's own, where that is at hand."""
+    if reduced := [name for name in REDUCED if name in weights]:
+        raise CheckpointError(f"drafter {folder}: it has {reduced[0]}: a reduced vocabulary is not supported")
+    for name in (EMBEDDING, HEAD):
+        held = weights.pop(name, None)
+        if held is None or target is None:
+            continue
+        every = torch.arange(len(target.head_weight), device=target.head_weight.device)
+        own = target.embedding(every) if name == EMBEDDING else target.head_weight
+        # Either may have been rounded to bfloat16 on its way.
+        if held.shape != own.shape or not torch.equal(held.bfloat16(), own.cpu().bfloat16()):
+            raise CheckpointError(f"drafter {folder}: its {name} is not the target's: it was made for another one")
 
 
 # --- checkpoints ---

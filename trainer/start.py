@@ -96,11 +96,14 @@ def fresh_drafter(draft: DraftConfig, seed: int) -> DraftModel:
         return DraftModel(draft)
 
 
-def start_weights(model: DraftModel, folder: Path | str | None, say: Say) -> None:
-    """Takes over a drafter's weights, if one is named. Raises CheckpointError when it has another shape."""
+def start_weights(model: DraftModel, folder: Path | str | None, say: Say, target: TargetModel | None = None) -> None:
+    """Takes over a drafter's weights, if one is named, in z-lab's or speculators' format.
+
+    Raises CheckpointError when it has another shape, or was made for another target.
+    """
     if folder is None:
         return
-    drafter, found = load_drafter(folder, "cpu", torch.float32)
+    drafter, found = load_drafter(folder, "cpu", torch.float32, target=target)
     if found != model.config:
         raise CheckpointError(f"drafter {folder}: {difference(found, model.config)}")
     model.load_state_dict(drafter.state_dict())
