@@ -20,6 +20,7 @@ from dflash_ops.shell import Shell
 
 # As the trainer's own command line does, before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

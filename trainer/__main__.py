@@ -43,6 +43,8 @@ def main(words: Sequence[str] | None = None) -> int:
     # Read when torch is imported. Its CPU threads wait for each other by spinning, which on a busy machine takes the
     # processor from the very threads that are waited for: 5 times slower, seen with two cores and a load of 3.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Read when CUDA starts: without it cuBLAS may add up in another order from one run to the next.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if words and words[0] in OTHERS:
         try:
             return int(importlib.import_module(OTHERS[words[0]][0]).main(words[1:]))

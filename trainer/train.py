@@ -4,13 +4,14 @@ Row i always makes the same batch, and step n always learns from the same rows, 
 config and data give the same losses, and a resumed run repeats the uninterrupted one, bit for bit on the same devices.
 """
 
+import contextlib
 import threading
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from trainer.blocks import TILE
-from trainer.checkpoint import Progress, Score, load_checkpoint, save_checkpoint
+from trainer.checkpoint import Progress, Score, Written, load_checkpoint, read_state
 from trainer.config import TrainConfig, default_gamma
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
@@ -20,8 +21,10 @@ from trainer.learner import Learner, features_of, soft_target_cost
 from trainer.live import HeldoutDecoder, heldout_prompts, score_of
 from trainer.loss import Weighting
 from trainer.optim import learning_rate, make_optimizer
+from trainer.origin import changes_since, origin_of
 from trainer.pipeline import Pipeline
-from trainer.records import RunDir, checkpoint_name
+from trainer.records import RunDir
+from trainer.saving import Saver
 from trainer.start import (
     Say,
     TrainingError,
@@ -62,7 +65,8 @@ def train(
     try:
         outcome = _train(config, run, journal, init_from, resume, stop or threading.Event(), say)
     except Exception as error:
-        journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
+        with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
+            journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
         raise
     journal.update(state=outcome)
     say(f"{outcome} at step {journal.status.step}/{config.train.steps}")
@@ -111,16 +115,20 @@ def _train(
         )
 
     # Where it starts.
+    origin = origin_of(config, device)
     earlier = find_checkpoint(run, resume, say)
     if earlier:
         progress = load_checkpoint(earlier, model, optimizer)
         say(f"resuming from {earlier} at step {progress.step}")
+        if before := read_state(earlier).origin:
+            for line in changes_since(before, origin):
+                say(line)
         if progress.step > settings.steps:
             raise TrainingError(f"train.steps is {settings.steps}, but step {progress.step} is done already: raise it")
         if progress.data_digest != data.digest:
             say(f"the data has changed since then: going on with row {progress.row} of what is there now")
     else:
-        start_weights(model, init_from or config.init_from, say)
+        start_weights(model, init_from or config.init_from, say, target)
         progress = Progress(step=0, row=0, data_digest=data.digest)
     cursor = progress.cursor or feed.rows.cursor(progress.row)
     is_own = earlier is not None and earlier.parent == run.checkpoints
@@ -135,13 +143,9 @@ def _train(
         rows = rows.pinned() if target_device.type == "cuda" else rows
         return features_of(target, rows, draft, device, anchors=settings.anchors, teacher=learns_distribution)
 
-    def save(done: Progress, score: Score | None = None) -> None:
-        path = save_checkpoint(run.checkpoints, model, optimizer, done, settings.keep, score=score)
-        journal.update(step=done.step, checkpoint=path.name)
-        say(f"saved {path.name}")
-
-    if earlier and not is_own:
-        save(progress)  # from here on the run can do without the earlier one
+    def saved(written: Written) -> None:
+        journal.update(checkpoint=written.path.name)
+        say(f"saved {written.path.name}{', the best so far' if written.best else ''}")
 
     if device.type == "cuda" and progress.step < settings.steps:
         learner.warm_up(features(feed.learning_batch(cursor)))  # in this thread alone: see threads.py
@@ -164,7 +168,15 @@ def _train(
         say=say,
     )
     source = feed.batches(progress.step, cursor)
-    with nothing_compiles(device), Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline:
+    with (
+        nothing_compiles(device),
+        Saver(run.checkpoints, model, optimizer, keep=settings.keep, origin=origin, saved=saved) as saver,
+        Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline,
+    ):
+        last_saved = progress.step if is_own else None
+        if earlier and not is_own:
+            saver.save(progress)  # from here on the run can do without the earlier one
+            last_saved = progress.step
         results = iter(pipeline)
         score: Score | None = None  # of the last step
         for step in range(progress.step + 1, settings.steps + 1):
@@ -193,11 +205,16 @@ def _train(
                 tally.settle(pipeline.depths())
                 # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
                 if not tally.skipped_in_a_row:
-                    save(tally.noted(progress), score)
+                    saver.save(tally.noted(progress), score)
+                    last_saved = step
+                    journal.update(step=step)
+            saver.poll()
         # Here and not below: the threads may take long to stop, or never do.
         tally.settle(pipeline.depths())
-        if journal.status.checkpoint != checkpoint_name(progress.step):
-            save(tally.noted(progress), score)
+        if last_saved != progress.step:
+            saver.save(tally.noted(progress), score)
+            journal.update(step=progress.step)
+        saver.wait()
     for name in pipeline.left_behind:
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
