@@ -100,7 +100,8 @@ def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
         standardize_rope_params=lambda: None,
     )
     try:
-        return ROPE_INIT_FUNCTIONS[kind](as_transformers, torch.device("cpu"))
+        with torch.device("cpu"):  # also where a model is made on "meta": transformers' arange names no device
+            return ROPE_INIT_FUNCTIONS[kind](as_transformers, torch.device("cpu"))
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} needs {error.args[0]!r}, which is missing") from error
 
