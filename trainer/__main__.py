@@ -3,8 +3,7 @@
     python -m trainer train CONFIG.toml RUN_DIR [--init-from DRAFTER] [--resume RUN_DIR] [--set key=value ...]
     python -m trainer train CONFIG.toml --dry-run [--set key=value ...]
     python -m trainer check CONFIG.toml [--set key=value ...] [--json]
-    python -m trainer export CHECKPOINT FOLDER
-    python -m trainer config | prepare | regenerate | eval | import-gguf ...      (--help of each says more)
+    python -m trainer config | prepare | regenerate | eval | export | import-gguf ...     (--help of each says more)
 
 Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
 config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
@@ -34,6 +33,7 @@ OTHERS = {
     "prepare": ("trainer.prepare", "conversations as tokens on disk, ready to be trained on"),
     "regenerate": ("trainer.regenerate", "conversations made by the target itself, to train its drafter on"),
     "eval": ("trainer.evaluate", "decode with a drafter: acceptance length, speed, and that no token changes"),
+    "export": ("trainer.export", "a drafter as transformers, SGLang and vLLM load it, read back before it is done"),
     "import-gguf": ("trainer.models", "make the small real target"),
 }
 
@@ -60,8 +60,6 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if options.command == "check":
             return check(options.config, options.sets, as_json=options.json)
-        if options.command == "export":
-            return export(options.checkpoint, options.folder)
         config = load(options.config, options.sets)
         if options.dry_run:
             return dry_run(config)
@@ -78,21 +76,6 @@ def check(config: Path, sets: Sequence[str], *, as_json: bool) -> int:
         print(json.dumps(as_mapping(checked), indent=2))
     else:
         print(f"{config}: good, {checked.train.steps} steps")
-    return 0
-
-
-def export(checkpoint: Path, folder: Path) -> int:
-    """A checkpoint's drafter in bfloat16, as servers load it."""
-    import torch
-
-    from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
-
-    try:
-        model, config = load_drafter(checkpoint, "cpu", torch.float32)
-        save_drafter(folder, model, config, torch.bfloat16)
-    except (CheckpointError, OSError) as error:
-        return fail(error)
-    print(f"wrote {folder}")
     return 0
 
 
@@ -204,10 +187,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config"
         )
-
-    exporting = commands.add_parser("export", help="a checkpoint's drafter in bfloat16")
-    exporting.add_argument("checkpoint", type=Path)
-    exporting.add_argument("folder", type=Path)
 
     for name, (_, what) in OTHERS.items():
         commands.add_parser(name, help=f"{what} (python -m trainer {name} --help)", add_help=False)

@@ -27,7 +27,7 @@ def names_in(folder: Path) -> set[str]:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """One safetensors file, synced to the disk. Raises OSError."""
     try:
-        save_file(dict(tensors), path)
+        save_file(dict(tensors), path, {"format": "pt"})  # transformers wants to be told
     except SafetensorError as error:  # what it makes of a full disk, too
         raise OSError(f"can't write {path}: {error}") from error
     sync(path)

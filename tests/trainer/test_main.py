@@ -8,13 +8,9 @@ from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
-import torch
-from test_draft import CONFIG
 
 from trainer.__main__ import OTHERS, main
-from trainer.checkpoint import load_drafter, save_drafter
 from trainer.config import TrainConfig
-from trainer.draft import DraftModel
 
 
 def test_check_says_what_is_wrong_with_code_3(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,16 +58,6 @@ def test_a_failed_training_is_one_line_and_code_1(tiny_folder: Path, tmp_path: P
     ended = subprocess.run([*command, "--set", "data.train=none.jsonl"], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr == "DataError: data none.jsonl can't be read: No such file or directory\n"
-
-
-def test_export_writes_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_drafter(tmp_path / "step", DraftModel(CONFIG), CONFIG)
-    assert main(["export", str(tmp_path / "step"), str(tmp_path / "out")]) == 0
-    model, config = load_drafter(tmp_path / "out", "cpu", torch.bfloat16)
-    assert config == CONFIG and model.fc.weight.dtype == torch.bfloat16
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
-    assert main(["export", str(tmp_path / "none"), str(tmp_path / "out2")]) == 1
-    assert "CheckpointError: no drafter in" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_what_it_would_take_and_makes_nothing(

@@ -1,0 +1,157 @@
+"""`python -m trainer export CHECKPOINT FOLDER [--to hf|speculators]`: a drafter as others load it.
+
+hf: z-lab's format, for SGLang and vLLM, and for transformers by the modelling file that lies with it:
+`AutoModel.from_pretrained(FOLDER, trust_remote_code=True)`. speculators: that project's format, for vLLM; it holds the
+target's embedding and head as well, so it needs --target.
+
+An export is read back in a fresh process before FOLDER appears: names, shapes and config, and that its logits are the
+trained drafter's. When they are not, nothing appears and the faults are told.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import CONFIG_FILE, MODEL_FILE, STATE_FILE, CheckpointError, damage, load_drafter
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig
+from trainer.files import built_beside, names_in, save_tensors, write_synced
+from trainer.readback import Format, write_probe
+from trainer.speculators import EMBEDDING, HEAD, is_speculators, to_speculators
+
+MODELLING = Path(__file__).parent / "remote_code" / "dflash.py"
+FILES = {CONFIG_FILE, MODEL_FILE, MODELLING.name}
+
+
+def export(
+    checkpoint: Path, folder: Path, to: Format, dtype: torch.dtype, *, target: str | None, verifier: str | None = None
+) -> None:
+    """Writes the drafter of a checkpoint, or of a drafter's folder, into `folder`; an older export is replaced whole.
+
+    target: folder or name of the target, for speculators. verifier: the name under which servers find it, when that is
+    another. Raises CheckpointError, TargetError, OSError; `folder` is then as it was.
+    """
+    folder = folder.resolve()  # also for "." and "..", which have no name
+    refuse_foreign(folder)
+    if (checkpoint / STATE_FILE).exists() and (fault := damage(checkpoint)):
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged ({fault}): export another one")
+    model, config = load_drafter(checkpoint, "cpu", torch.float32)
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in model.state_dict().items()}
+    named = str(dtype).removeprefix("torch.")
+    if to == "hf":
+        head_VH = None
+        data = {**config.to_json(), "auto_map": {"AutoModel": f"{MODELLING.stem}.DFlashDraftModel"}, "dtype": named}
+    else:
+        if target is None:
+            raise CheckpointError("the speculators format holds the target's embedding and head: name it with --target")
+        ends, architectures = ends_of(target, config, dtype)
+        weights, head_VH = {**weights, **ends}, ends[HEAD]
+        try:
+            data = to_speculators(config, target=verifier or target, target_architectures=architectures)
+        except ValueError as error:
+            raise CheckpointError(f"drafter {checkpoint}: {error}") from error
+        data["dtype"] = named
+    with built_beside(folder) as building:
+        save_tensors(building / MODEL_FILE, weights)
+        write_synced(building / CONFIG_FILE, json.dumps(data, indent=2).encode() + b"\n")
+        if to == "hf":
+            write_synced(building / MODELLING.name, MODELLING.read_bytes())
+        read_back(building, model, head_VH, dtype, to)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises CheckpointError when something is at `folder` that no export made."""
+    if not os.path.lexists(folder):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        names = names_in(folder)
+        if not names:
+            return
+        data: Any = json.loads((folder / CONFIG_FILE).read_bytes())
+        if names <= FILES and isinstance(data, Mapping):
+            data = cast("Mapping[str, Any]", data)
+            if data.get("architectures") == ["DFlashDraftModel"] or is_speculators(data):
+                return
+    raise CheckpointError(f"{folder} is not an export: it will not be replaced")
+
+
+def ends_of(target: str, config: DraftConfig, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
+    """The target's embedding and head, and its architectures. Raises CheckpointError when it is another's target."""
+    from trainer.target import load_target
+
+    loaded = load_target(target, "cpu", dtype)
+    for what, own, its in (
+        ("hidden size", config.hidden_size, loaded.config.hidden_size),
+        ("layers", config.num_target_layers, loaded.num_layers),
+        ("vocabulary", config.vocab_size, loaded.config.vocab_size),
+    ):
+        if own != its:
+            raise CheckpointError(f"the drafter was made for another target than {target}: {what} {own}, not {its}")
+    embedding_VH = loaded.embedding(torch.arange(config.vocab_size))
+    head_VH = loaded.head_weight[: config.vocab_size]
+    ends = {EMBEDDING: embedding_VH.to(dtype).contiguous(), HEAD: head_VH.to(dtype).contiguous().clone()}
+    return ends, list(getattr(loaded.config, "architectures", None) or [type(loaded.model).__name__])
+
+
+def read_back(folder: Path, model: DraftModel, head_VH: Tensor | None, dtype: torch.dtype, to: Format) -> None:
+    """Loads an export in a fresh process, as its users will. Raises CheckpointError with what is wrong."""
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = Path(scratch) / "probe.safetensors"
+        write_probe(probe, model, head_VH, dtype)
+        package = str(Path(__file__).parents[1])
+        more = os.environ.get("PYTHONPATH")
+        ended = subprocess.run(
+            [sys.executable, "-m", "trainer.readback", str(folder), str(probe), to],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{package}{os.pathsep}{more}" if more else package,
+                "HF_MODULES_CACHE": f"{scratch}/modules",  # where transformers copies the modelling file and runs it
+                "HF_HUB_OFFLINE": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+        )
+    if ended.returncode != 0:
+        said = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()[-1:] or ["no word"]
+        more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""
+        raise CheckpointError(f"the export does not read back as what was trained: {'; '.join(said[:3])}{more}")
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m trainer export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a drafter")
+    parser.add_argument("folder", type=Path, help="where the export shall be; an older export there is replaced")
+    parser.add_argument("--to", choices=("hf", "speculators"), default="hf", help="the format (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--target", help="folder or hub name of the target model, for --to speculators")
+    parser.add_argument("--verifier", help="name of the target in the config, when servers find it elsewhere")
+    options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, _stop)  # so that what is half done goes away
+    export(
+        options.checkpoint,
+        options.folder,
+        cast(Format, options.to),
+        getattr(torch, options.dtype),
+        target=options.target,
+        verifier=options.verifier,
+    )
+    print(f"wrote {options.folder}: read back in a fresh process, logits equal")
+    return 0
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
