@@ -4,7 +4,8 @@
 
 Acceptance length counts the target's own bonus token. Macro: the mean of the answers' means, as z-lab reports it;
 micro: all tokens over all cycles, as servers report it. Speed is decoding alone, prefill left out, against plain
-decoding with the same kernels on the same prompts. Both must give the same tokens (speculate.compare).
+decoding with the same kernels on the same prompts. At temperature 0 both must give the same tokens
+(speculate.compare); above it both draw from the same distribution (rejection.py), so that tokens are not compared.
 """
 
 import argparse
@@ -17,22 +18,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from trainer.arguments import at_least_one
-from trainer.chat import prompt_tokens
+from trainer.arguments import at_least_one, at_least_zero, share, temperature
 from trainer.checkpoint import load_drafter
-from trainer.conversations import LineError, parsed, talk_from
 from trainer.draft import DraftModel
-from trainer.speculate import Comparison, Decoded, compare, decode_plain, decode_speculative
+from trainer.draft_config import DraftConfig
+from trainer.rejection import Sampling, sampling
+from trainer.speculate import Comparison, Decoded, capacity, compare, decode_plain, decode_speculative
+from trainer.stream import coloured, pieces_of, printable
 from trainer.target import TargetModel, load_target
+from trainer.turns import Dialogue, Turns, ask, first_prompt, read_dialogues
 
-GREEN, RESET = "\033[32m", "\033[0m"
+WARM = 4  # tokens of an answer that is not counted
+
+
+@dataclass(frozen=True)
+class Way:
+    """How prompts are decoded."""
+
+    limit: int  # tokens of an answer, at most
+    drafts: int | None = None  # that the target checks of each block; None: all
+    plainly: bool = True  # also without the drafter
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    samples: int = 1  # of each conversation
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One prompt, decoded with the drafter and, unless left out, plainly."""
+    """One prompt, decoded with the drafter and, unless left out, plainly; compared at temperature 0."""
 
     id: str
     prompt: list[int]
@@ -41,71 +58,86 @@ class Measured:
     comparison: Comparison | None
 
 
-def read_prompts(file: Path, target: TargetModel, count: int | None) -> list[tuple[str, list[int]]]:
-    """The id and the prompt's tokens of the first `count` conversations: all that comes before the last answer.
+@dataclass(frozen=True)
+class LeftOut:
+    """A later turn for whose answer the target has no positions left."""
 
-    Raises ValueError naming the line that is no conversation; also when there is none at all.
-    """
-    prompts: list[tuple[str, list[int]]] = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if len(prompts) == count:
-                break
-            if not line.strip():
-                continue
-            try:
-                record = parsed(line)
-                messages = talk_from(record).messages
-                if messages and messages[-1]["role"] == "assistant":
-                    messages.pop()
-                if not messages:
-                    raise LineError("no prompt")
-                prompts.append((str(record.get("id", f"line {number}")), prompt_tokens(target.tokenizer, messages)))
-            except ValueError as error:
-                raise ValueError(f"{file}:{number}: {error}") from error
-    if not prompts:
-        raise ValueError(f"{file}: no conversation to measure with")
-    return prompts
+    id: str
+    prompt: list[int]
 
 
 def measure(
-    target: TargetModel,
-    drafter: DraftModel,
-    prompts: Sequence[tuple[str, list[int]]],
-    limit: int,
-    *,
-    drafts: int | None = None,
-    plainly: bool = True,
-) -> Iterator[Measured]:
-    """Decode every prompt, at most `limit` tokens each; `plainly` also without the drafter, and compares."""
-    if prompts:  # what only the first call pays (threads, kernels, the allocator) shall not count
-        warm = min(limit, 4)
-        decode_speculative(target, drafter, prompts[0][1], warm, drafts=drafts)
-        if plainly:
-            decode_plain(target, prompts[0][1], warm)
-    for id, prompt in prompts:
-        speculative = decode_speculative(target, drafter, prompt, limit, drafts=drafts)
-        if not plainly:
-            yield Measured(id, prompt, speculative, None, None)
+    target: TargetModel, drafter: DraftModel, dialogues: Sequence[Dialogue], way: Way
+) -> Iterator[Measured | LeftOut]:
+    """Decodes every turn of every conversation."""
+    if dialogues:  # what only the first call pays (threads, kernels, the allocator) shall not count
+        prompt, warm = first_prompt(dialogues[0], target), min(way.limit, WARM)
+        decode_speculative(target, drafter, prompt, warm, drafts=way.drafts, sampling=drawn(target, way, 0, 0))
+        if way.plainly:
+            decode_plain(target, prompt, warm, sampling=drawn(target, way, 0, 0))
+    for number, dialogue in enumerate(dialogues):
+        for sample in range(way.samples):
+            name = f"{dialogue.id} sample {sample + 1}" if way.samples > 1 else dialogue.id
+            yield from _dialogue(target, drafter, dialogue, way, name, (number, sample))
+
+
+def check_first_prompts(target: TargetModel, block_size: int, dialogues: Sequence[Dialogue], limit: int) -> None:
+    """Raises ValueError naming the first conversation that can't be written or is too long."""
+    for dialogue in dialogues:
+        prompt = first_prompt(dialogue, target)
+        try:
+            capacity(target, prompt, limit, block_size)
+        except ValueError as error:
+            raise ValueError(f"{dialogue.place}: {error}") from error
+
+
+def _dialogue(
+    target: TargetModel, drafter: DraftModel, dialogue: Dialogue, way: Way, name: str, numbers: tuple[int, int]
+) -> Iterator[Measured | LeftOut]:
+    """One pass through a conversation; plain decoding gets the prompts that the answers with the drafter led to."""
+    with_drafter, alone = drawn(target, way, *numbers), drawn(target, way, *numbers, 1)
+
+    def answer(prompt: list[int]) -> Decoded:
+        return decode_speculative(target, drafter, prompt, way.limit, drafts=way.drafts, sampling=with_drafter)
+
+    def fits(prompt: list[int]) -> bool:
+        return len(prompt) + way.limit + drafter.config.block_size <= target.longest
+
+    for asked in ask(dialogue, target, answer, fits):
+        turn = f"{name} turn {asked.turn}" if len(dialogue.said) > 1 else name
+        prompt = asked.prompt
+        if asked.answer is None:
+            yield LeftOut(turn, prompt)
             continue
-        plain = decode_plain(target, prompt, limit)
+        plain = decode_plain(target, prompt, way.limit, sampling=alone) if way.plainly else None
+        comparison = None
+        if plain and way.temperature == 0:
 
-        def redo(tokens: list[int], prompt: list[int] = prompt) -> Decoded:
-            return decode_plain(target, prompt + tokens, limit - len(tokens))
+            def redo(tokens: list[int], prompt: list[int] = prompt) -> Decoded:
+                return decode_plain(target, prompt + tokens, way.limit - len(tokens))
 
-        yield Measured(id, prompt, speculative, plain, compare(speculative, plain, redo))
+            comparison = compare(asked.answer, plain, redo)
+        yield Measured(turn, prompt, asked.answer, plain, comparison)
 
 
-def summary(rows: Sequence[Measured]) -> dict[str, Any]:
-    """The figures of all prompts together, as JSON values; a figure that nothing was measured for is None."""
-    cycles = [tau for row in rows for tau in row.speculative.accepted]
-    means = [row.speculative.acceptance for row in rows if row.speculative.accepted]
-    speed = _tokens_per_s([row.speculative for row in rows])
-    plain_speed = _tokens_per_s([row.plain for row in rows if row.plain])
-    comparisons = [row.comparison for row in rows if row.comparison]
+def drawn(target: TargetModel, way: Way, *numbers: int) -> Sampling | None:
+    """Where a conversation's tokens come from: by its own numbers, so that it doesn't matter what else is measured."""
+    seed = np.random.SeedSequence([way.seed, *numbers]).generate_state(1, np.uint64)
+    return sampling(way.temperature, way.top_p, int(seed[0] >> np.uint64(1)), target.device)
+
+
+def summary(rows: Sequence[Measured | LeftOut]) -> dict[str, Any]:
+    """The figures of all answers together, as JSON values; a figure that nothing was measured for is None."""
+    answers = [row for row in rows if isinstance(row, Measured)]
+    cycles = [tau for row in answers for tau in row.speculative.accepted]
+    means = [row.speculative.acceptance for row in answers if row.speculative.accepted]
+    speed = _tokens_per_s([row.speculative for row in answers])
+    plain_speed = _tokens_per_s([row.plain for row in answers if row.plain])
+    comparisons = [row.comparison for row in answers if row.comparison]
     return {
-        "prompts": len(rows),
-        "tokens": sum(len(row.speculative.tokens) for row in rows),
+        "prompts": len(answers),
+        "left_out": len(rows) - len(answers),
+        "tokens": sum(len(row.speculative.tokens) for row in answers),
         "cycles": len(cycles),
         "acceptance_macro": _rounded(sum(means) / len(means)) if means else None,
         "acceptance_micro": _rounded(sum(cycles) / len(cycles)) if cycles else None,
@@ -131,41 +163,25 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else round(value, 3)
 
 
-def spans(target: TargetModel, answer: Decoded) -> list[tuple[str, bool]]:
-    """The answer's text in pieces, each with whether the drafter proposed it. A character of several tokens goes with
-    the token that completes it."""
-    pieces: list[tuple[str, bool]] = []
-    done = ""
-    for end, drafted in enumerate(answer.drafted, start=1):
-        text = str(target.tokenizer.decode(answer.tokens[:end], skip_special_tokens=True))
-        last = end == len(answer.drafted)
-        if text.endswith("�") and not last:
-            continue
-        piece, done = text[len(done) :], text
-        if piece and pieces and pieces[-1][1] == drafted:
-            pieces[-1] = (pieces[-1][0] + piece, drafted)
-        elif piece:
-            pieces.append((piece, drafted))
-    return pieces
+# --- what is printed ---
 
 
-def coloured(pieces: Sequence[tuple[str, bool]]) -> str:
-    """Accepted drafts in green, line by line, so that a pager keeps the colour."""
-
-    def paint(text: str) -> str:
-        return "\n".join(f"{GREEN}{line}{RESET}" if line else line for line in text.split("\n"))
-
-    return "".join(paint(text) if drafted else text for text, drafted in pieces)
+COLUMNS = (
+    ("ANSWERS", "prompts"), ("TOKENS", "tokens"), ("MACRO", "acceptance_macro"), ("MICRO", "acceptance_micro"),
+    ("TOKENS/S", "tokens_per_s"), ("PLAIN", "plain_tokens_per_s"), ("RATIO", "speedup"), ("NEAR-TIES", "near_ties"),
+    ("WRONG", "wrong_tokens"),
+)  # fmt: skip
 
 
-def _report(figures: dict[str, Any]) -> str:
-    """The summary for people, a few lines."""
+def report(figures: dict[str, Any]) -> str:
+    """The summary for people: a table where there are several data sets, then all of it together."""
 
-    def number(key: str, unit: str = "") -> str:
-        return "-" if figures[key] is None else f"{figures[key]:g}{unit}"
+    def number(key: str) -> str:
+        return "-" if figures[key] is None else f"{figures[key]:g}"
 
     bars = "  ".join(f"{tau}:{count}" for tau, count in figures["histogram"].items())
-    lines = [
+    lines = _table(figures) if len(figures["data_sets"]) > 1 else []
+    lines += [
         f"acceptance length  {number('acceptance_macro')} macro, {number('acceptance_micro')} micro (bonus included)",
         f"tokens per cycle   {bars}",
         f"speed              {number('tokens_per_s')} tokens/s, plain {number('plain_tokens_per_s')}, "
@@ -176,38 +192,86 @@ def _report(figures: dict[str, Any]) -> str:
             f"same tokens        {figures['equal_tokens']} equal, {figures['near_ties']} near-ties, "
             f"{figures['wrong_tokens']} wrong"
         )
+    if figures["left_out"]:
+        lines.append(f"left out           {figures['left_out']} later turns: no positions left for their answers")
     return "\n".join(lines)
+
+
+def _table(figures: dict[str, Any]) -> list[str]:
+    """A line for each data set and one for all, and the histograms below."""
+    rows = [*figures["data_sets"], {**figures, "data": "together"}]
+    cells = [["DATA", *(title for title, _ in COLUMNS)]]
+    for row in rows:
+        cells.append([row["data"], *("-" if row[key] is None else f"{row[key]:g}" for _, key in COLUMNS)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in cells
+    ]
+    for row in figures["data_sets"]:
+        bars = "  ".join(f"{tau}:{count}" for tau, count in row["histogram"].items())
+        lines.append(f"{row['data'].ljust(widths[0])}  tokens per cycle  {bars}")
+    return lines
 
 
 def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m trainer eval", description="Measure a drafter by real decoding.")
-    parser.add_argument("--target", required=True, help="folder or hub name of the target model")
-    parser.add_argument("--drafter", required=True, type=Path, help="folder of the drafter, or a checkpoint")
-    parser.add_argument("--data", required=True, type=Path, help="held-out conversations (JSONL)")
-    parser.add_argument("--prompts", type=at_least_one, help="only the first N of them")
+    add_models(parser)
+    parser.add_argument(
+        "--data", required=True, type=Path, nargs="+", action="extend", metavar="FILE",
+        help="held-out conversations or prompts (JSONL); several are measured one by one and together",
+    )  # fmt: skip
+    parser.add_argument("--prompts", type=at_least_one, help="only the first N conversations of each file")
+    parser.add_argument(
+        "--turns", choices=("all", "last"), default="all",
+        help="answer every turn, each behind the model's own answers, or the last one only, behind the file's "
+        "(%(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=at_least_one, default=128, help="tokens of an answer at most (%(default)s)"
     )
     parser.add_argument(
         "--drafts", type=at_least_one, help="check only the first N drafts of each block (default: all)"
     )
+    add_sampling(parser)
+    parser.add_argument("--samples", type=at_least_one, default=1, help="of each conversation, at a temperature")
+    parser.add_argument("--no-compare", action="store_true", help="leave plain decoding out")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
+    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
+    options = parser.parse_args(words)
+    if options.samples > 1 and options.temperature == 0:
+        parser.error("--samples: at temperature 0 all are the same")
+    return options
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """The options that say what decodes, where, and how it is shown."""
+    parser.add_argument("--target", required=True, help="folder or hub name of the target model")
+    parser.add_argument("--drafter", required=True, type=Path, help="folder of the drafter, or a checkpoint")
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="only float32 is lossless (%(default)s)"
     )
-    parser.add_argument("--no-compare", action="store_true", help="leave plain decoding out")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
-    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     parser.add_argument(
         "--color", nargs="?", const="always", default="auto", choices=("auto", "always", "never"),
         help="accepted drafts in green (auto: on a terminal)",
     )  # fmt: skip
-    return parser.parse_args(words)
+    parser.add_argument("--no-color", dest="color", action="store_const", const="never", help="the same as never")
 
 
-def main(words: list[str]) -> int:
-    """0; 9 when a token differs from plain decoding and was no near-tie. Raises ValueError or OSError on bad input."""
-    options = _arguments(words)
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The options that say how tokens are drawn."""
+    parser.add_argument(
+        "--temperature", type=temperature, default=0.0, help="0 takes the best token, above it is drawn (%(default)s)"
+    )
+    parser.add_argument("--top-p", type=share, default=1.0, help="draw among the best tokens of this share (all)")
+    parser.add_argument("--seed", type=at_least_zero, default=0, help="the same one draws the same (%(default)s)")
+
+
+def load_models(options: argparse.Namespace) -> tuple[TargetModel, DraftModel, DraftConfig]:
+    """Target and drafter. Raises ValueError when they were not made for each other."""
     dtype: torch.dtype = getattr(torch, options.dtype)
     target = load_target(options.target, options.device, dtype)
     drafter, config = load_drafter(options.drafter, target.device, dtype)
@@ -224,30 +288,65 @@ def main(words: list[str]) -> int:
                 f"the drafter {options.drafter} was made for another target than {options.target}: "
                 f"{what} {made_for}, not {found}"
             )
-    prompts = read_prompts(options.data, target, options.prompts)
-    colour = options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
-    rows: list[Measured] = []
-    for row in measure(
-        target, drafter, prompts, options.max_new_tokens, drafts=options.drafts, plainly=not options.no_compare
-    ):
-        rows.append(row)
-        if not options.json:
-            pieces = spans(target, row.speculative)
-            text = coloured(pieces) if colour else "".join(piece for piece, _ in pieces)
-            print(f"--- {row.id}: {row.speculative.acceptance:.2f} tokens a cycle\n{text}\n", flush=True)
+    return target, drafter, config
+
+
+def in_colour(options: argparse.Namespace) -> bool:
+    return options.color == "always" or (options.color == "auto" and sys.stdout.isatty())
+
+
+def main(words: list[str]) -> int:
+    """0; 9 when a token differs from plain decoding and was no near-tie. Raises ValueError or OSError on bad input."""
+    options = _arguments(words)
+    turns: Turns = options.turns
+    sets = [(str(file), read_dialogues(file, options.prompts, turns)) for file in options.data]
+    target, drafter, config = load_models(options)
+    way = Way(
+        limit=options.max_new_tokens,
+        drafts=options.drafts,
+        plainly=not options.no_compare,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        samples=options.samples,
+    )
+    for _, dialogues in sets:
+        check_first_prompts(target, config.block_size, dialogues, way.limit)
+    measured: list[tuple[str, list[Measured | LeftOut]]] = []
+    for file, dialogues in sets:
+        rows: list[Measured | LeftOut] = []
+        measured.append((file, rows))
+        for row in measure(target, drafter, dialogues, way):
+            rows.append(row)
+            if isinstance(row, Measured) and not options.json:
+                print(_shown(row, target, colour=in_colour(options)), flush=True)
+    everything = [row for _, rows in measured for row in rows]
     figures: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "target": options.target,
         "drafter": str(options.drafter),
-        "data": str(options.data),
         "device": str(target.device),
         "dtype": options.dtype,
+        "turns": turns,
         "max_new_tokens": options.max_new_tokens,
         "block_size": config.block_size,
         "drafts": options.drafts,
-        **summary(rows),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": options.seed,
+        "samples": options.samples,
+        **summary(everything),
+        "data_sets": [{"data": file, **summary(rows)} for file, rows in measured],
     }
-    print(json.dumps(figures) if options.json else _report(figures), flush=True)
+    print(json.dumps(figures) if options.json else report(figures), flush=True)
     if options.out:  # after the print: a full disk shall not cost what was measured
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
     return 9 if figures["wrong_tokens"] and options.dtype == "float32" else 0
+
+
+def _shown(row: Measured, target: TargetModel, *, colour: bool) -> str:
+    """An answer for people."""
+    pieces = pieces_of(target.tokenizer, row.speculative.tokens, row.speculative.drafted)
+    pieces = [(printable(text), drafted) for text, drafted in pieces]
+    text = coloured(pieces) if colour else "".join(piece for piece, _ in pieces)
+    return f"--- {row.id}: {row.speculative.acceptance:.2f} tokens a cycle\n{text}\n"

@@ -8,8 +8,8 @@ from tiny_targets import THINKING_TEMPLATE, tiny_target
 
 from trainer.chat import ChatError, prompt_tokens, render
 from trainer.conversations import document_from
-from trainer.evaluate import read_prompts
 from trainer.target import TargetModel
+from trainer.turns import first_prompt, read_dialogues
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +29,8 @@ def test_a_thinking_template_gives_training_and_decoding_the_same_prompt(thinkin
     first = int(document.loss_mask.argmax())
     assert tokenizer.decode(document.ids[document.loss_mask]) == "Hello.<|im_end|>"
     (tmp_path / "data.jsonl").write_text(line + "\n")
-    ((_, prompt),) = read_prompts(tmp_path / "data.jsonl", thinking, None)
+    (dialogue,) = read_dialogues(tmp_path / "data.jsonl", None)
+    prompt = first_prompt(dialogue, thinking)
     assert prompt == document.ids[:first].tolist() == prompt_tokens(tokenizer, TALK[:1])
     assert tokenizer.decode(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_targets import drafter_for, real_target, tiny_target
+from tiny_targets import drafter_for, tiny_target
 
 from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
-from trainer.evaluate import GREEN, RESET, Measured, coloured, read_prompts, spans, summary
+from trainer.evaluate import Measured, summary
 from trainer.speculate import Comparison, Decoded
+from trainer.stream import GREEN
+from trainer.turns import first_prompt, read_dialogues
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,30 +62,11 @@ def test_nothing_measured_is_none_and_no_error() -> None:
     json.dumps(figures, allow_nan=False)
 
 
-def test_drafted_pieces_are_green_line_by_line() -> None:
-    target = tiny_target()
-    tokens = target.tokenizer.encode("ab\ncd")
-    pieces = spans(target, Decoded(tokens, [1.0] * 5, [0] * 5, [False, True, True, True, False], [4], 1.0))
-    assert pieces == [("a", False), ("b\nc", True), ("d", False)]
-    assert coloured(pieces) == f"a{GREEN}b{RESET}\n{GREEN}c{RESET}d"
-
-
-def test_a_character_of_several_tokens_is_shown_whole() -> None:
-    target = real_target()
-    tokens = target.tokenizer.encode("a🦔b")
-    assert len(tokens) > 4  # the hedgehog alone is several
-    drafted = [False, *([True, False] * len(tokens))][: len(tokens)]
-    answer = Decoded(tokens, [1.0] * len(tokens), [0] * len(tokens), drafted, [len(tokens)], 1.0)
-    pieces = spans(target, answer)
-    assert "".join(text for text, _ in pieces) == "a🦔b"
-    assert not any("\ufffd" in text for text, _ in pieces)
-
-
 def test_the_prompt_is_all_before_the_last_answer(words: list[str], tmp_path: Path) -> None:
     target = tiny_target()
-    prompts = read_prompts(tmp_path / "data.jsonl", target, 2)
-    assert [id for id, _ in prompts] == ["row-0", "row-1"]
-    said = target.tokenizer.decode(prompts[1][1])
+    dialogues = read_dialogues(tmp_path / "data.jsonl", 2)
+    assert [dialogue.id for dialogue in dialogues] == ["row-0", "row-1"]
+    said = target.tokenizer.decode(first_prompt(dialogues[1], target))
     assert said == "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -180,7 +163,7 @@ def test_a_number_below_one_is_usage(words: list[str], option: str, value: str) 
 def test_blank_lines_are_skipped_and_not_counted(words: list[str], tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("\n" + data.read_text().replace("\n", "\n\n"))
-    assert [id for id, _ in read_prompts(data, tiny_target(), 2)] == ["row-0", "row-1"]
+    assert [dialogue.id for dialogue in read_dialogues(data, 2)] == ["row-0", "row-1"]
 
 
 def test_figures_that_can_not_be_written_are_printed_all_the_same(
@@ -193,7 +176,7 @@ def test_figures_that_can_not_be_written_are_printed_all_the_same(
 
 
 def test_without_comparison_nothing_is_decoded_plainly(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Decoded:
+    def refuse(*_: object, **__: object) -> Decoded:
         raise AssertionError("plain decoding, with --no-compare")
 
     monkeypatch.setattr(evaluate, "decode_plain", refuse)

@@ -15,9 +15,10 @@ import dflash_ops
 from trainer.checkpoint import load_drafter
 from trainer.draft import DraftCache, DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.evaluate import measure, read_prompts, summary
+from trainer.evaluate import Way, measure, summary
 from trainer.speculate import Decoded, compare, decode_plain, decode_speculative, matches
 from trainer.target import TargetModel
+from trainer.turns import read_dialogues
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -240,8 +241,8 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
     target = real_target()
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
-    prompts = read_prompts(DEMO / "heldout.jsonl", target, 20)
-    figures = summary(list(measure(target, drafter, prompts, 12)))
+    dialogues = read_dialogues(DEMO / "heldout.jsonl", 20)
+    figures = summary(list(measure(target, drafter, dialogues, Way(limit=12))))
     assert figures["compared"] == 20
     assert figures["wrong_tokens"] == 0
     assert figures["equal_tokens"] + figures["near_ties"] == figures["tokens"]
