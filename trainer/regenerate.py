@@ -1,39 +1,51 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (transformers gives its tokenizers no types)
-"""`python -m trainer regenerate`: conversations that the target makes by itself, to train its drafter on.
+# (transformers gives its models no types)
+"""`python -m trainer regenerate`: conversations whose answers the target makes itself, to train its drafter on.
 
-Prompts: the target continues its own user-turn header (as in Magpie, arXiv 2406.08464), temperature 1, top-p 0.95. Each
-is then answered greedily, since the drafter is to predict what the target says. All follows from the seed, on the same
-device with the same batch size; with --time-limit the clock decides how many rows there are, the seed only which.
-Dropped: prompts and answers without an end (the target ran away), empty or too short ones, prompts seen before, special
-tokens in the text, and answers that training would read as other tokens, since it reads the text: those whose text does
-not give back their tokens, and those that ended otherwise than the chat template ends a turn.
+Prompts: the conversations of a file in any form that training reads (--data), all their answers made anew in order; or
+the target's own (--self-prompts). Answers: by the target here, greedy unless a temperature is given; or by a server
+that has it (--endpoint). All follows from the seed: what is said to one prompt depends on no other prompt, on no batch
+and on no interruption, as far as float32 goes (sampling.py says how far). With --time-limit the clock decides how many
+there are.
 
-Rows are written in the order of their prompts, each as soon as those before it are done, into FILE.jsonl.part; that
-takes FILE.jsonl's place at the end, and stays when the command is stopped before. Beside FILE.jsonl lies
-FILE.origin.json: the command, the seed and what came of it.
+What is finished goes to FILE.part, a line for each conversation, in the order of finishing (self-prompts before that to
+FILE.prompts.part). However the command ends, the same command goes on with what is missing; with other settings it
+refuses. Ctrl-C and SIGTERM end it with the codes 130 and 143, at once. When all is done, or the time is over, the rows
+go to FILE in the order of their prompts, and FILE.origin.json says how they were made.
+
+Memory, beside the model: 32,768 conversations that are read ahead, about 100 bytes for each finished one, the texts of
+self-prompts, and 2 KiB for each prompt where near-duplicates are dropped.
 """
 
 import argparse
+import hashlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
+from trainer.answering import Local, Manner
+from trainer.asked import Asked, Outcome
+from trainer.endpoint import Remote, endpoint_from, only_model
+from trainer.finished import Finished, FinishedError, differences
+from trainer.interrupts import Interrupted, interrupts
+from trainer.near_duplicates import NearDuplicates
+from trainer.prepare import fingerprint
+from trainer.prompts import Reader, sample_prompts, sampled_prompts
+from trainer.regenerate_arguments import arguments
+from trainer.room import Room
+from trainer.sampling import sampling
+from trainer.sources import Source, open_source
+from trainer.target import TargetModel, load_target
 
-from trainer.arguments import at_least_one, at_least_zero
-from trainer.chat import prompt_tokens, render, tokens_of
-from trainer.generate import Generated, generate, top_p
-from trainer.target import TargetError, TargetModel, load_target
-
-PROMPT_TOKENS = 96
-"""A prompt longer than this ran away."""
-TOP_P = 0.95
+TICK_S = 10.0
+"""Between two lines of progress."""
 
 
 @dataclass
@@ -42,9 +54,12 @@ class Counts:
 
     sampled: int = 0
     prompts: int = 0
-    """Good ones: ended, of text, not seen before."""
+    """Good ones: self-prompts that ended, of text, unlike those before; of a file, those that can be asked."""
+    near_duplicates: int = 0
+    unanswerable: int = 0
+    """Records of a file that can't be asked, and conversations that the server refuses."""
     answered: int = 0
-    """Fewer than `prompts` when the time ran out."""
+    """Answers: of a conversation with several turns there are several."""
     answer_tokens: int = 0
     unfinished: int = 0
     """Answers without an end in max_new_tokens."""
@@ -53,107 +68,19 @@ class Counts:
     """Answers with special tokens, or whose text reads as other tokens."""
     other_end: int = 0
     """Answers that ended with another of the target's end tokens than the chat template writes."""
+    too_long: int = 0
+    """Conversations whose next question would not fit, by the answers so far."""
+    refused: int = 0
+    """Conversations that a server refused after some turns."""
     rows: int = 0
 
-
-def user_header(tokenizer: Any) -> list[int]:
-    """The tokens before a user's first words, system prompt included, as the chat template writes them."""
-    mark = "\u241a"
-    text = render(tokenizer, [{"role": "user", "content": mark}], answer_follows=False)
-    head, found, _ = text.partition(mark)
-    if not found:
-        raise TargetError("the target's chat template does not write the user's words as they are")
-    return tokens_of(tokenizer, head)
-
-
-def text_reader(tokenizer: Any) -> Callable[[Sequence[int]], str | None]:
-    """A function from tokens to their text: None when special tokens are among them or it reads back as others."""
-    added = frozenset(tokenizer.added_tokens_decoder)  # the tokenizer makes a new one at each look, in a millisecond
-
-    def read(tokens: Sequence[int]) -> str | None:
-        if not added.isdisjoint(tokens):
-            return None
-        text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
-
-    return read
-
-
-def sample_prompts(
-    target: TargetModel,
-    count: int,
-    counts: Counts,
-    *,
-    seed: int,
-    slots: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[str]:
-    """Up to `count` different prompts, sampled from the target's user turn."""
-    header = user_header(target.tokenizer)
-    choose = top_p(TOP_P, torch.Generator(target.device).manual_seed(seed))
-    ends = target.end_tokens()
-    found = generate(target, [header] * count, PROMPT_TOKENS, ends, slots=slots, choose=choose, stop=stop)
-    read = text_reader(target.tokenizer)
-    texts: dict[str, None] = {}  # a set that keeps its order
-    for sample in in_order(found):
-        counts.sampled += 1
-        text = read(sample.tokens) if sample.end is not None else None
-        if text and text.strip():
-            texts.setdefault(text)
-    counts.prompts = len(texts)
-    return list(texts)
-
-
-def in_order(found: Iterator[Generated]) -> Iterator[Generated]:
-    """The same, by index; each as soon as all before it have come."""
-    held: dict[int, Generated] = {}
-    due = 0
-    for one in found:
-        held[one.index] = one
-        while due in held:
-            yield held.pop(due)
-            due += 1
-
-
-def answer(
-    target: TargetModel,
-    prompts: Sequence[str],
-    counts: Counts,
-    *,
-    seed: int,
-    limit: int,
-    least: int,
-    slots: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> Iterator[dict[str, Any]]:
-    """Rows {"id", "messages"}: each prompt with its greedy answer, those that are fit to learn from."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    inputs = [prompt_tokens(target.tokenizer, chat) for chat in chats]
-    found = generate(target, inputs, limit, target.end_tokens(), slots=slots, stop=stop)
-    read = text_reader(target.tokenizer)
-    for one in in_order(found):
-        counts.answered += 1
-        counts.answer_tokens += len(one.tokens)
-        text = read(one.tokens)
-        if one.end is None:
-            counts.unfinished += 1
-        elif len(one.tokens) < least or not text or not text.strip():
-            counts.short += text is not None
-            counts.altered += text is None
-        else:
-            chat = [*chats[one.index], {"role": "assistant", "content": text}]
-            if not writes_so(target.tokenizer, chat, [*one.tokens, one.end]):
-                counts.other_end += 1
-                continue
-            counts.rows += 1
-            yield {"id": f"self-{seed}-{one.index:06d}", "messages": chat}
-
-
-def writes_so(tokenizer: Any, chat: Sequence[dict[str, str]], answer: Sequence[int]) -> bool:
-    """Whether the chat template writes the last message with these tokens, its end token included."""
-    before = render(tokenizer, chat[:-1], answer_follows=True)
-    written = tokens_of(tokenizer, render(tokenizer, chat, answer_follows=False).removeprefix(before))
-    return written[: len(answer)] == list(answer)
+    def add(self, piece: Mapping[str, Any]) -> None:
+        """Count a finished conversation."""
+        self.answered += piece["answers"]
+        self.answer_tokens += piece["tokens"]
+        self.rows += "messages" in piece
+        if dropped := piece.get("dropped"):
+            setattr(self, dropped, getattr(self, dropped) + 1)
 
 
 class Sorter:
@@ -172,126 +99,306 @@ class Sorter:
         line = json.dumps(row, ensure_ascii=False) + "\n"
         if self._heldout and self._held < self._heldout[0]:
             self._held += 1
-            self._put(self._heldout[1], line)
+            self._heldout[1].write(line)
             return
-        self._put(self._out, line)
+        self._out.write(line)
         self.written += 1
         if self._excerpt and self._copied < self._excerpt[0] and len(line.encode()) <= self._largest:
             self._copied += 1
-            self._put(self._excerpt[1], line)
-
-    @staticmethod
-    def _put(file: TextIO, line: str) -> None:
-        file.write(line)
-        file.flush()
+            self._excerpt[1].write(line)
 
 
-def _arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m trainer regenerate", description="Conversations made by the target itself."
-    )
-    parser.add_argument("--target", required=True, help="folder or hub name of the target model")
-    parser.add_argument("--self-prompts", type=at_least_one, required=True, metavar="N", help="prompts to sample")
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--max-new-tokens", type=at_least_one, default=256, help="longer answers are dropped (%(default)s)"
-    )
-    parser.add_argument(
-        "--min-new-tokens", type=at_least_zero, default=8, help="shorter answers are dropped (%(default)s)"
-    )
-    parser.add_argument("--heldout", nargs=2, metavar=("K", "FILE"), help="the first K rows go there instead")
-    parser.add_argument("--excerpt", nargs=2, metavar=("K", "FILE"), help="K short rows of --out are copied there")
-    parser.add_argument("--excerpt-bytes", type=at_least_one, default=1500, help="the longest of them (%(default)s)")
-    parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="begin no prompt after S/3 seconds, no answer after S"
-    )
-    parser.add_argument("--batch", type=at_least_one, default=768, help="sequences at a time (%(default)s)")
-    parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
-    options = parser.parse_args(words)
-    for name in ("heldout", "excerpt"):
-        if given := getattr(options, name):
-            try:
-                setattr(options, name, (at_least_one(given[0]), Path(given[1])))
-            except argparse.ArgumentTypeError as error:
-                parser.error(f"argument --{name}: {error}")
-    files = [options.out, *(path for _, path in filter(None, (options.heldout, options.excerpt)))]
-    if len({file.resolve() for file in files}) < len(files):
-        parser.error("--out, --heldout and --excerpt need a file each")
-    return options
+class Work:
+    """One run of the command: what it was asked, its files and clock."""
+
+    def __init__(self, options: argparse.Namespace, words: list[str]) -> None:
+        self.options, self.words = options, words
+        self.manner = Manner(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            limit=options.max_new_tokens,
+            least=options.min_new_tokens,
+            seed=options.seed,
+        )
+        self.counts = Counts()
+        self.seconds = {"prompts": 0.0, "answers": 0.0}
+        self.source: Source | None = None
+        self.reader: Reader | None = None
+        self.device = ""
+        self.check_stop: Callable[[], None] = lambda: None
+        """Raises Interrupted after Ctrl-C or SIGTERM."""
+        self._begin = time.perf_counter()
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """All that the answers follow from."""
+        found: dict[str, Any] = {**asdict(self.manner), "last_turn_only": self.options.last_turn_only}
+        found["near_duplicates"] = self.options.drop_near_duplicates
+        if self.source is None:
+            found["self_prompts"] = self.options.self_prompts
+        else:
+            found |= {"data": self.source.name, "data_digest": self.source.digest()}
+        return found | more
+
+    def start_clock(self) -> None:
+        self._begin = time.perf_counter()
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def late(self, share: float) -> bool:
+        """Whether a share of the time is over; or Interrupted."""
+        self.check_stop()
+        return self.options.time_limit is not None and self.elapsed() > share * self.options.time_limit
+
+    # --- by the target here ---
+
+    def by_target(self) -> None:
+        options = self.options
+        import torch
+
+        target = load_target(options.target, options.device, getattr(torch, options.dtype), by_hand=True)
+        self.device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu"
+        with interrupts() as self.check_stop, self._files(target=mark(target), dtype=options.dtype) as finished:
+            if finished is None:
+                return
+            choose = sampling(self.manner.temperature, self.manner.top_p, self.manner.top_k)
+            room = Room(target, options.batch, sampled=self.manner.temperature > 0 or self.source is None, say=tell)
+            local = Local(target, self.manner, choose, room)
+            self.start_clock()
+            if self.source is None:
+                self._answer_own(target, local, room, finished)
+            else:
+                self._answer_data(local.check, lambda reader: local.answers(reader, lambda: self.late(1)), finished)
+
+    def _answer_own(self, target: TargetModel, local: Local, room: Room, finished: Finished) -> None:
+        options, path = self.options, part_of(self.options.out, "prompts.part")
+        sampled = Finished(path, finished.settings, tell)
+        try:
+            if not sampled.closed:
+                sample_prompts(
+                    target, options.self_prompts, sampled, room, seed=options.seed, stop=lambda: self.late(1 / 3)
+                )
+                if sampled.numbers:
+                    sampled.finish()
+            near = NearDuplicates(options.drop_near_duplicates)
+            prompts = list(sampled_prompts(sampled, options.seed, near))
+            good = sum(piece["prompt"] is not None for piece in sampled.pieces())
+        except Interrupted:
+            tell(f"{len(sampled.numbers):,} samples of prompts are in {path}")
+            raise
+        finally:
+            sampled.close()
+            if not sampled.numbers:
+                path.unlink()
+        self.counts.sampled = len(sampled.numbers)
+        self.counts.prompts, self.counts.near_duplicates = len(prompts), good - len(prompts)
+        self.seconds["prompts"] = self.elapsed()
+        print(
+            f"{len(prompts)} prompts of {self.counts.sampled} samples in {self.seconds['prompts']:.1f} s, "
+            f"{self.counts.near_duplicates} near-duplicates dropped",
+            flush=True,
+        )
+        left = (asked for asked in prompts if asked.number not in finished.numbers)
+        self._write(local.answers(left, lambda: self.late(1)), finished)
+        self._finish(finished)
+        path.unlink(missing_ok=True)
+
+    # --- by a server ---
+
+    def by_server(self) -> None:
+        options = self.options
+        endpoint = endpoint_from(options.endpoint, options.request_timeout)
+        model = options.model or only_model(endpoint)
+        self.device = f"{model} at {endpoint.name}"
+        with interrupts() as self.check_stop, self._files(model=model) as finished:
+            if finished is None:
+                return
+
+            def refused(number: int, why: str) -> None:
+                assert self.reader is not None
+                self.reader.refuse(number, why)
+
+            remote = Remote(endpoint, model, self.manner, concurrency=options.concurrency, failed=refused)
+            self.start_clock()
+            self._answer_data(remote.check, lambda reader: remote.answers(reader, lambda: self.late(1)), finished)
+
+    # --- by either ---
+
+    def _answer_data(
+        self,
+        check: Callable[[Asked], None],
+        answers: Callable[[Iterable[Asked]], Iterator[Outcome]],
+        finished: Finished,
+    ) -> None:
+        assert self.source is not None
+        share = self.options.drop_near_duplicates
+
+        def checked(asked: Asked) -> None:
+            self.check_stop()
+            check(asked)
+
+        self.reader = reader = Reader(
+            self.source,
+            finished.numbers,
+            checked,
+            last_turn_only=self.options.last_turn_only,
+            near=None if share is None else NearDuplicates(share),
+        )
+        self._write(answers(reader), finished)
+        reader.verdict()
+        self.counts.near_duplicates = reader.near_duplicates
+        self.counts.unanswerable = reader.reasons.count
+        self.counts.prompts = reader.records - reader.near_duplicates - reader.reasons.count
+        for one in reader.reasons.all():
+            tell(f"{one.count:,} not answered: {one.reason} (record {', '.join(map(str, one.lines))})")
+        self._finish(finished)
+
+    def _write(self, outcomes: Iterator[Outcome], finished: Finished) -> None:
+        begin = said = self.elapsed()
+        pieces = tokens = 0
+        for outcome in outcomes:
+            finished.add(outcome.piece())
+            pieces += 1
+            tokens += outcome.tokens
+            if self.elapsed() - said >= TICK_S:
+                said = self.elapsed()
+                tell(f"{len(finished.numbers):,} conversations, {tokens / (said - begin):,.0f} answer tokens/s")
+        self.seconds["answers"] = seconds = self.elapsed() - begin
+        print(f"{tokens} answer tokens of {pieces} conversations in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s)")
+
+    @contextmanager
+    def _files(self, **generator: str) -> Generator[Finished | None]:
+        """The file of what is finished; None when nothing is left to do. After Ctrl-C it says how to go on."""
+        out = self.options.out
+        settings = self.settings(**generator)
+        path = part_of(out, "part")
+        if is_whole(out, settings | self._places(), path):
+            print(f"{out} is whole already: nothing to do")
+            yield None
+            return
+        finished = Finished(path, settings, tell)
+        before = len(finished.numbers)
+        if before:
+            tell(f"going on behind {before:,} conversations in {path}")
+        try:
+            yield finished
+        except BaseException:
+            finished.close()
+            if finished.numbers:
+                tell(f"{len(finished.numbers):,} conversations are in {path}; the same command goes on")
+            elif path.exists():
+                path.unlink()
+            raise
+        finished.close()
+
+    def _places(self) -> dict[str, Any]:
+        """Where rows go: what makes other files, not other answers."""
+        options = self.options
+        return {
+            name: None if given is None else [given[0], str(given[1])]
+            for name, given in (("heldout", options.heldout), ("excerpt", options.excerpt))
+        } | {"excerpt_bytes": options.excerpt_bytes}
+
+    def _finish(self, finished: Finished) -> None:
+        """Write the rows where they belong, and last how they came to be. Raises ValueError when there are none."""
+        options = self.options
+        with ExitStack() as files:
+            out = files.enter_context(in_place_of(options.out))
+            heldout, excerpt = (
+                (share[0], files.enter_context(in_place_of(share[1]))) if share else None
+                for share in (options.heldout, options.excerpt)
+            )
+            sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
+            for piece in finished.pieces():
+                self.counts.add(piece)
+                if "messages" in piece:
+                    sorter.write({"id": piece["id"], "messages": piece["messages"]})
+            if not sorter.written:
+                came = ", ".join(f"{name} {count}" for name, count in asdict(self.counts).items())
+                raise ValueError(f"no row for {options.out}: {came}")
+            with in_place_of(options.out.with_suffix(".origin.json")) as file:
+                file.write(json.dumps(self._origin(finished.settings), indent=2) + "\n")
+        finished.remove()
+        print(f"{self.counts.rows} rows of {self.counts.answered} answers, {self.counts.answer_tokens} answer tokens")
+
+    def _origin(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "command": ["python", "-m", "trainer", "regenerate", *self.words],
+            "seed": self.options.seed,
+            "python": sys.version.split()[0],
+            "torch": metadata.version("torch"),
+            "device": self.device,
+            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+            "counts": asdict(self.counts),
+            "settings": {**settings, **self._places()},
+        }
+
+
+def mark(target: TargetModel) -> str:
+    """Tells a target from others, wherever it lies: of its tokenizer, and some weights of each of its parts."""
+    import torch
+
+    digest = hashlib.sha256(fingerprint(target.tokenizer).digest.encode())
+    for name, weight in target.model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().flatten()[:32].to(torch.float32).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def part_of(out: Path, ending: str) -> Path:
+    return out.with_name(f"{out.name}.{ending}")
+
+
+def is_whole(out: Path, settings: Mapping[str, Any], part: Path) -> bool:
+    """Whether the file was made with these settings, to its end. Raises FinishedError: it is another's."""
+    if not out.exists():
+        return False
+    try:
+        origin = json.loads(out.with_suffix(".origin.json").read_text())
+        found: Any = origin["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FinishedError(
+            f"{out} is there already, and not this command's: name another --out, or remove it"
+        ) from None
+    if told := differences(found, json.loads(json.dumps(settings))):
+        raise FinishedError(f"{out} was made with other settings: {told}. Name another --out, or remove it")
+    return not part.exists()
 
 
 @contextmanager
 def in_place_of(path: Path) -> Generator[TextIO]:
-    """A file that takes the place of `path` when the block ends well.
-
-    After an error what was written stays in PATH.part, where a line on stderr says so, and `path` is as it was.
-    """
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a pipe or a device is written as it is
-        with path.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    """A file that takes the place of `path` when the block ends well; after an error `path` is as it was."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with new.open("w", encoding="utf-8") as file:
             yield file
-    except BaseException:
-        if part.stat().st_size:
-            print(f"what was finished is in {part}", file=sys.stderr)
-        else:
-            part.unlink()
-        raise
-    part.replace(path)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def tell(line: str) -> None:
+    print(f"regenerate: {line}", file=sys.stderr, flush=True)
 
 
 def main(words: list[str]) -> int:
-    """0. Raises ValueError or OSError on bad input, and when no row came of it."""
-    options = _arguments(words)
-    counts = Counts()
-    with ExitStack() as files:
-        # All files are opened first: a folder that can't be written is told before the work, not after it.
-        out = files.enter_context(in_place_of(options.out))
-        heldout, excerpt = (
-            (share[0], files.enter_context(in_place_of(share[1]))) if share else None
-            for share in (options.heldout, options.excerpt)
-        )
-        target = load_target(options.target, options.device, getattr(torch, options.dtype), by_hand=True)
-        begin = time.perf_counter()
-
-        def late(share: float) -> bool:
-            return options.time_limit is not None and time.perf_counter() - begin > share * options.time_limit
-
-        prompts = sample_prompts(
-            target, options.self_prompts, counts, seed=options.seed, slots=options.batch, stop=lambda: late(1 / 3)
-        )
-        sampled = time.perf_counter()
-        print(f"{counts.prompts} prompts of {counts.sampled} samples in {sampled - begin:.1f} s", flush=True)
-        sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
-        for row in answer(
-            target, prompts, counts, seed=options.seed, limit=options.max_new_tokens, least=options.min_new_tokens,
-            slots=options.batch, stop=lambda: late(1),
-        ):  # fmt: skip
-            sorter.write(row)
-        if not sorter.written:
-            came = ", ".join(f"{name} {count}" for name, count in asdict(counts).items())
-            raise ValueError(f"no row for {options.out}: {came}")
-    seconds = time.perf_counter() - sampled
-    print(
-        f"{counts.rows} rows of {counts.answered} answers, {counts.answer_tokens} answer tokens in {seconds:.1f} s "
-        f"({counts.answer_tokens / seconds:.0f} tokens/s)"
-    )
-    origin = {
-        "schema_version": 1,
-        "command": ["python", "-m", "trainer", "regenerate", *words],
-        "seed": options.seed,
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
-        "seconds": {"prompts": round(sampled - begin, 1), "answers": round(seconds, 1)},
-        "counts": asdict(counts),
-    }
-    options.out.with_suffix(".origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    """0; 130 or 143 after Ctrl-C or SIGTERM. Raises ValueError or OSError on bad input, and when no row came of it."""
+    options = arguments(words)
+    # All is asked first: a folder that can't be written is told before the work, not after it.
+    for path in filter(None, (options.out, *(given and given[1] for given in (options.heldout, options.excerpt)))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file, and can't take the place of one")
+    work = Work(options, words)
+    if options.data is not None:
+        work.source = open_source(options.data)
+    try:
+        work.by_server() if options.endpoint else work.by_target()
+    except Interrupted as error:
+        tell(f"stopped by {error}")
+        return 128 + error.number
     return 0

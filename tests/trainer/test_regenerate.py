@@ -1,25 +1,31 @@
-"""Conversations made by the target: many at a time as one by one, by seed, and only those fit to learn from."""
+"""Conversations made by the target: its own answers, by seed, only those fit to learn from, and none lost to a kill."""
 
+import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_targets import TEMPLATE, THINKING_TEMPLATE, tiny_target
 
+from trainer import answering
 from trainer.__main__ import main as command
+from trainer.answering import Local, Manner, text_reader
+from trainer.asked import Asked, asked_from
 from trainer.chat import prompt_tokens
-from trainer.generate import Generated, generate, top_p
+from trainer.conversations import LineError
 from trainer.prepare import prepared_data
-from trainer.regenerate import Counts, answer, in_order, in_place_of, main, sample_prompts, text_reader, user_header
+from trainer.prepared import DataError
+from trainer.prompts import user_header
+from trainer.regenerate import main
+from trainer.room import Room
+from trainer.sampling import greedy
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
@@ -34,9 +40,9 @@ def talkative(seed: int = 0) -> TargetModel:
     return target
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    target, folder = talkative(), tmp_path / "target"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target, folder = talkative(), tmp_path_factory.mktemp("regenerate") / "target"
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
@@ -46,49 +52,36 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("slots", [1, 5, 40])
-def test_many_at_a_time_as_one_by_one(slots: int) -> None:
-    target = talkative()
-    generator = torch.Generator().manual_seed(5)
-    prompts = [
-        torch.randint(4, target.config.vocab_size, (size,), generator=generator).tolist()
-        for size in torch.randint(1, 90, (12,), generator=generator).tolist()
-    ]
-    ends, limit = target.end_tokens(), 14
-    found = list(in_order(generate(target, prompts, limit, ends, slots=slots)))
-    assert [one.index for one in found] == list(range(12))
-    for prompt, one in zip(prompts, found, strict=True):
-        alone = decode_plain(target, prompt, limit, ends)
-        last = alone.tokens[-1]
-        expected = (alone.tokens[:-1], last) if last in ends else (alone.tokens, None)
-        assert one == Generated(one.index, *expected)
-    assert {one.end is None for one in found} == {True, False}
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def test_stopping_ends_what_is_under_way_and_begins_nothing() -> None:
-    target = talkative()
-    asked: list[None] = []
-
-    def stop() -> bool:
-        asked.append(None)
-        return len(asked) > 1
-
-    found = list(generate(target, [[5]] * 20, 9, frozenset(), slots=4, stop=stop))
-    assert sorted(one.index for one in found) == [0, 1, 2, 3]
-    assert all(len(one.tokens) == 9 for one in found)
+def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Records with a prompt each; the tiny target answers some of them well."""
+    draw = random.Random(seed)
+    return [{"prompt": "".join(draw.choices("abcdefgh ?", k=draw.randint(5, 40)))} for _ in range(count)]
 
 
-def test_top_p_leaves_the_tail_out() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
-    shares = top_p(0.8, torch.Generator().manual_seed(0))(logits).bincount(minlength=4) / 4000
-    assert shares[2] == shares[3] == 0  # 0.5 and 0.3 reach 0.8
-    torch.testing.assert_close(shares[:2], torch.tensor([0.625, 0.375]), rtol=0, atol=0.03)
+SHORT = ["--max-new-tokens", "20", "--min-new-tokens", "1"]
 
 
-@given(st.permutations(range(6)))
-def test_in_order_sorts_and_keeps_all(indices: list[int]) -> None:
-    found = list(in_order(Generated(index, [], 2) for index in indices))
-    assert [one.index for one in found] == list(range(6))
+def run(
+    saved: Path, out: Path, *more: str, prompts: tuple[str, str] = ("--self-prompts", "60")
+) -> list[dict[str, Any]]:
+    assert main(["--target", str(saved), *prompts, "--out", str(out), *SHORT, "--batch", "8", *more]) == 0
+    return rows_of(out)
+
+
+def local(target: TargetModel, **manner: Any) -> Local:
+    return Local(target, Manner(**manner), greedy, Room(target, 8, sampled=False, say=print))
+
+
+def plain(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# --- what is kept ---
 
 
 def test_the_header_is_what_the_template_writes_before_the_user_s_words() -> None:
@@ -128,64 +121,173 @@ def test_the_table_of_added_tokens_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, THINKING_TEMPLATE])
-def test_rows_are_the_target_s_own_greedy_answers(saved: Path, tmp_path: Path, template: str) -> None:
+def test_rows_are_the_target_s_own_greedy_answers(tmp_path: Path, template: str) -> None:
     target = talkative()
     target.tokenizer.chat_template = template
-    prompts = sample_prompts(target, 40, Counts(), seed=1, slots=8)
-    assert len(set(prompts)) == len(prompts) > 5
-    counts = Counts()
-    rows = list(answer(target, prompts, counts, seed=1, limit=6, least=2, slots=8))
-    assert 0 < len(rows) == counts.rows < counts.answered == len(prompts)
-    assert counts.unfinished > 0 and counts.other_end > 0
+    asked = [Asked(n, f"q{n}", [plain(row["prompt"])]) for n, row in enumerate(questions(80))]
+    found = list(local(target, limit=8, least=2).answers(asked, lambda: False))
+    assert sorted(one.number for one in found) == list(range(80))
+    assert {one.dropped for one in found} >= {None, "unfinished", "other_end"}
+    rows = [one.row for one in found if one.row]
+    assert len(rows) > 3
     for row in rows:
         question, said = row["messages"]
-        prompt = prompt_tokens(target.tokenizer, [question])
-        alone = decode_plain(target, prompt, 6)
+        alone = decode_plain(target, prompt_tokens(target.tokenizer, [question]), 8)
         assert alone.tokens[-1] == 2  # as the template ends a turn, though others end one for the target too
         assert target.tokenizer.decode(alone.tokens[:-1]) == said["content"]
-        assert question["content"] in prompts and len(said["content"]) >= 2
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = prepared_data(file, target.tokenizer, into=tmp_path / "prepared")  # what training makes of them
-    assert len(read) == len(rows)
+        assert len(said["content"]) >= 2
+    read = prepared_data(write_rows(tmp_path / "rows.jsonl", rows), target.tokenizer, into=tmp_path / "prepared")
+    assert len(read) == len(rows)  # what training makes of them
 
 
-def run(saved: Path, out: Path, seed: int = 3, *more: str) -> list[dict[str, Any]]:
-    words = ["--target", str(saved), "--self-prompts", "60", "--seed", str(seed), "--out", str(out)]
-    assert main([*words, "--max-new-tokens", "20", "--min-new-tokens", "1", "--batch", "8", *more]) == 0
-    return rows_of(out)
+def test_turns_are_answered_in_order_each_behind_the_new_ones_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "WINDOW", 7)
+    target, draw = talkative(), random.Random(1)
+    words = [[plain("".join(draw.choices("abcdefgh", k=9))) for _ in range(3)] for _ in range(60)]
+    asked = [Asked(n, f"q{n}", [list(turn) for turn in turns]) for n, turns in enumerate(words)]
+    found = list(local(target, limit=12, least=1).answers(asked, lambda: False))
+    rows = {one.number: one.row for one in found if one.row}
+    lengths = [len(row["messages"]) for row in rows.values()]
+    assert len(found) == 60 and min(lengths) < max(lengths) == 6  # some end before a dropped answer
+    for number, row in rows.items():
+        chat: list[dict[str, str]] = []
+        for turn, said in zip(words[number], row["messages"][1::2], strict=False):
+            chat += turn
+            tokens = decode_plain(target, prompt_tokens(target.tokenizer, chat), 12).tokens
+            assert target.tokenizer.decode(tokens[:-1]) == said["content"]
+            chat.append(said)
+        assert row["messages"] == chat
+    tried = sum(one.answers for one in found)
+    assert tried == sum(lengths) // 2 + sum(one.dropped is not None for one in found)
+    assert sum(one.tokens for one in found) > tried
 
 
-def test_the_seed_decides(saved: Path, tmp_path: Path) -> None:
-    first = run(saved, tmp_path / "a.jsonl")
-    assert len(first) > 5
-    assert run(saved, tmp_path / "b.jsonl") == first
-    other = run(saved, tmp_path / "c.jsonl", 4)
+def test_a_conversation_that_no_longer_fits_ends_before() -> None:
+    target = talkative()
+    longest = target.longest - 20 - len(prompt_tokens(target.tokenizer, plain("")))
+    maker = local(target, limit=20, least=1)
+    maker.check(Asked(0, "", [plain("x" * longest)]))
+    with pytest.raises(LineError, match="1005 tokens, with 20 new ones more than the 1024 that the target has"):
+        maker.check(Asked(0, "", [plain("x" * (longest + 1))]))
+    asked = [Asked(n, "", [plain("ab" * n), plain("x" * longest)]) for n in range(1, 20)]
+    ended = [one for one in maker.answers(asked, lambda: False) if one.dropped == "too_long"]
+    assert ended and all(one.row and len(one.row["messages"]) == 2 and one.answers == 1 for one in ended)
+
+
+# --- what is asked ---
+
+USER, SAID, MORE = (
+    {"role": role, "content": text} for role, text in (("user", "u"), ("assistant", "a"), ("user", "v"))
+)
+SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "t"}
+
+
+@pytest.mark.parametrize(
+    ("record", "turns", "last"),
+    [
+        ({"messages": [USER, SAID]}, [[USER]], [[USER]]),
+        ({"messages": [USER]}, [[USER]], [[USER]]),
+        ({"messages": [SYSTEM, USER, SAID, MORE, SAID]}, [[SYSTEM, USER], [MORE]], [[SYSTEM, USER, SAID, MORE]]),
+        ({"messages": [USER, SAID, MORE]}, [[USER], [MORE]], [[USER, SAID, MORE]]),
+        ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "x"}]}, [[USER]], [[USER]]),
+        ({"conversations": [{"from": "human", "value": "u"}], "system": "s"}, [[SYSTEM, USER]], [[SYSTEM, USER]]),
+        ({"prompt": "u", "response": "a"}, [[USER]], [[USER]]),
+        ({"prompt": "u"}, [[USER]], [[USER]]),
+        ({"prompt": [USER, SAID, MORE], "response": "a"}, [[USER, SAID, MORE]], [[USER, SAID, MORE]]),
+        ({"messages": [USER, SAID, TOOL, SAID]}, None, [[USER, SAID, TOOL]]),
+        ({"messages": []}, None, None),
+        ({"messages": [SYSTEM]}, None, None),
+        ({"messages": [SYSTEM, SAID]}, None, None),
+        ({"messages": [SAID]}, None, None),
+        ({"text": "u"}, None, None),
+    ],
+)
+def test_every_form_of_a_conversation_is_asked(record: Any, turns: Any, last: Any) -> None:
+    for expected, only in ((turns, False), (last, True)):
+        line = json.dumps(record).encode()
+        if expected is None:
+            with pytest.raises(LineError):
+                asked_from(line, 7, "data.jsonl", last_turn_only=only)
+        else:
+            asked = asked_from(line, 7, "data.jsonl", last_turn_only=only)
+            assert asked.turns == expected and asked.id == "data.jsonl-000007"
+
+
+@pytest.mark.parametrize(("given", "id"), [("x7", "x7"), (12, "12"), (None, "f-000001"), ("a\n", "f-000001")])
+def test_a_record_keeps_its_id(given: Any, id: str) -> None:
+    assert asked_from({"id": given, "prompt": "u"}, 1, "f", last_turn_only=False).id == id
+
+
+def test_what_can_not_be_answered_is_counted_with_its_reason(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [{"text": "no"}, {"prompt": "x" * 2000}, {"messages": [USER, SAID, TOOL, SAID]}]
+    data = write_rows(tmp_path / "data.jsonl", [*bad, *questions(40)])
+    rows = run(saved, tmp_path / "out.jsonl", prompts=("--data", str(data)))
+    counts = json.loads((tmp_path / "out.origin.json").read_text())["counts"]
+    assert counts["unanswerable"] == 3 and counts["prompts"] == 40 == counts["answered"] and counts["rows"] == len(rows)
+    said = capsys.readouterr().err
+    assert "tokens, with 20 new ones more than the 1024 that the target has (record 2)" in said
+    assert "1 not answered: no messages" in said and "(record 1)" in said and "a tool answers" in said
+    assert all(int(row["id"].removeprefix("data.jsonl-")) > 3 for row in rows)
+
+    write_rows(data, [*bad, *questions(20)])
+    with pytest.raises(DataError, match=r"3 of 23 records can't be answered; 1 times: .* \(record 1\)"):
+        run(saved, tmp_path / "other.jsonl", prompts=("--data", str(data)))
+
+
+def test_near_duplicates_are_dropped_where_it_is_wanted(saved: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [row for row in questions(20) for _ in range(2)])
+    source = ("--data", str(data))
+    twice = run(saved, tmp_path / "twice.jsonl", prompts=source)
+    once = run(saved, tmp_path / "once.jsonl", "--drop-near-duplicates", "1", prompts=source)
+    assert once == twice[::2] and [row["messages"] for row in twice[1::2]] == [row["messages"] for row in once]
+    assert json.loads((tmp_path / "once.origin.json").read_text())["counts"]["near_duplicates"] == 20
+
+
+# --- the command ---
+
+
+def test_the_seed_decides_and_the_batch_does_not(saved: Path, tmp_path: Path) -> None:
+    first = run(saved, tmp_path / "a.jsonl", "--seed", "3")
+    assert len(first) > 5 and first[0]["id"].startswith("self-3-0000")
+    assert [row["id"] for row in first] == sorted(row["id"] for row in first)
+    assert run(saved, tmp_path / "b.jsonl", "--seed", "3", "--batch", "auto") == first
+    other = run(saved, tmp_path / "c.jsonl", "--seed", "4")
     assert [row["messages"] for row in other] != [row["messages"] for row in first]
+    assert not list(tmp_path.glob("*part*"))
+
+
+def test_sampled_answers_follow_from_the_seed(saved: Path, tmp_path: Path) -> None:
+    source = ("--data", str(write_rows(tmp_path / "data.jsonl", questions(30))))
+    warm = ["--temperature", "1.2", "--top-p", "0.95", "--top-k", "50"]
+    cold = run(saved, tmp_path / "cold.jsonl", prompts=source)
+    first = run(saved, tmp_path / "first.jsonl", *warm, prompts=source)
+    assert run(saved, tmp_path / "again.jsonl", *warm, "--batch", "3", prompts=source) == first != cold
+    assert run(saved, tmp_path / "other.jsonl", *warm, "--seed", "1", prompts=source) != first
 
 
 def test_held_out_rows_are_not_learned_from_and_excerpts_are(saved: Path, tmp_path: Path) -> None:
     everything = run(saved, tmp_path / "all.jsonl")
     held, excerpt = tmp_path / "held.jsonl", tmp_path / "excerpt.jsonl"
     more = ["--heldout", "3", str(held), "--excerpt", "2", str(excerpt), "--excerpt-bytes", "150"]
-    rest = run(saved, tmp_path / "out.jsonl", 3, *more)
+    rest = run(saved, tmp_path / "out.jsonl", *more)
     assert rows_of(held) + rest == everything
     assert rows_of(held) == everything[:3]
     assert rows_of(excerpt) == [row for row in rest if len(json.dumps(row)) < 150][:2]
     origin = json.loads((tmp_path / "out.origin.json").read_text())
-    assert origin["seed"] == 3 and "--heldout" in origin["command"]
+    assert origin["seed"] == 0 and "--heldout" in origin["command"]
     assert origin["counts"]["rows"] == len(everything)
 
 
-def test_nothing_made_is_an_error_and_leaves_the_old_file(
+def test_nothing_made_is_an_error_and_leaves_nothing(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text("old")
     words = ["regenerate", "--target", str(saved), "--self-prompts", "9", "--out", str(out)]
     assert command([*words, "--time-limit", "0"]) == 1  # when the time is up nothing is begun
     assert f"no row for {out}: sampled 0, " in capsys.readouterr().err
-    assert out.read_text() == "old" and not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -196,6 +298,12 @@ def test_nothing_made_is_an_error_and_leaves_the_old_file(
         ["--heldout", "x", "held.jsonl"],
         ["--excerpt", "0", "some.jsonl"],
         ["--heldout", "3", "out.jsonl"],
+        ["--data", "x.jsonl"],
+        ["--endpoint", "http://127.0.0.1:1"],
+        ["--top-p", "0.9"],
+        ["--temperature", "1", "--top-p", "1.5"],
+        ["--temperature", "nan"],
+        ["--model", "x"],
     ],
 )
 def test_wrong_words_are_usage_before_anything_is_touched(
@@ -218,43 +326,232 @@ def test_a_target_that_is_not_there_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_a_file_that_can_not_be_written_is_told_before_the_target_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    words = ["--target", "/nowhere", "--self-prompts", "9", "--out"]
     with pytest.raises(OSError, match="file"):
-        main(["--target", "/nowhere", "--self-prompts", "9", "--out", str(tmp_path / "file" / "out.jsonl")])
+        main([*words, str(tmp_path / "file" / "out.jsonl")])
+    with pytest.raises(ValueError, match="is no file"):
+        main([*words, str(tmp_path)])
 
 
-def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with in_place_of(pipe) as file:
-        file.write("x")
-    assert os.read(reader, 9) == b"x" and pipe.is_fifo()
-    os.close(reader)
+# --- going on ---
 
 
-def test_what_was_finished_outlives_ctrl_c(saved: Path, tmp_path: Path) -> None:
-    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    out.write_text("old")
-    words = [
-        "--target",
-        str(saved),
-        "--self-prompts",
-        "60",
-        "--out",
-        str(out),
-        "--batch",
-        "8",
-        "--max-new-tokens",
-        "900",
-    ]
-    with subprocess.Popen(
-        [sys.executable, "-m", "trainer", "regenerate", *words, "--min-new-tokens", "1", "--device", "cpu"],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
-        while process.poll() is None and not (part.exists() and part.stat().st_size):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
-    assert process.returncode == 130
-    assert said == f"what was finished is in {part}\nregenerate: stopped by Ctrl-C\n"
-    assert rows_of(part) and out.read_text() == "old"
+def test_a_finished_file_is_not_made_again_nor_another_s_replaced(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    data = write_rows(tmp_path / "data.jsonl", questions(10))
+    source = ("--data", str(data))
+    before = (run(saved, out, prompts=source), out.stat().st_mtime_ns)
+    assert (run(saved, out, prompts=source), out.stat().st_mtime_ns) == before
+    assert "is whole already: nothing to do" in capsys.readouterr().out
+    for more in (["--seed", "5"], ["--heldout", "1", str(tmp_path / "held.jsonl")], ["--dtype", "bfloat16"]):
+        with pytest.raises(ValueError, match=rf"was made with other settings: .*{more[0][2:]} was .*, now "):
+            run(saved, out, *more, prompts=source)
+    write_rows(data, questions(11))
+    with pytest.raises(ValueError, match="data_digest was "):
+        run(saved, out, prompts=source)
+    (tmp_path / "out.origin.json").unlink()
+    with pytest.raises(ValueError, match="is there already, and not this command's"):
+        run(saved, out, prompts=source)
+    assert rows_of(out) == before[0]
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def broken(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, Path]]:
+    """A command that ended in its middle: after so many conversations. Returns the data and FILE."""
+
+    def make(count: int, *more: str) -> tuple[Path, Path]:
+        data, out = write_rows(tmp_path / "data.jsonl", questions(30)), tmp_path / "out.jsonl"
+        judged = Local._judged
+        left = [count]
+
+        def ending(self: Local, asked: Asked, one: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Broken
+            return judged(self, asked, one)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Local, "_judged", ending)
+            with pytest.raises(Broken):
+                run(saved, out, *more, prompts=("--data", str(data)))
+        return data, out
+
+    return make
+
+
+def part(out: Path) -> Path:
+    return out.with_name("out.jsonl.part")
+
+
+def test_the_same_command_goes_on_with_what_is_missing(
+    saved: Path, tmp_path: Path, broken: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data, out = broken(13)
+    assert f"13 conversations are in {part(out)}; the same command goes on" in capsys.readouterr().err
+    lines = part(out).read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 13
+    numbers = [json.loads(line)["number"] for line in lines[1:]]
+    assert numbers != sorted(numbers)  # as they finished
+    part(out).write_bytes(b"".join(lines)[:-5])  # the last one was being written
+    asked: list[int] = []
+    prompt = Local._prompt
+
+    def seen(self: Local, one: Asked) -> list[int]:
+        asked.append(one.number)
+        return prompt(self, one)
+
+    monkeypatch.setattr(Local, "_prompt", seen)
+    resumed = run(saved, out, prompts=("--data", str(data)))
+    assert set(asked) == set(range(1, 31)) - set(numbers[:12])
+    said = capsys.readouterr().err
+    assert f"the last line was torn, {len(lines[-1]) - 5:,} bytes of it are dropped" in said
+    assert f"going on behind 12 conversations in {part(out)}" in said
+    assert not part(out).exists()
+    assert resumed == run(saved, tmp_path / "whole.jsonl", prompts=("--data", str(data)))
+
+
+def test_other_settings_are_not_mixed_in(saved: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
+    data, out = broken(4)
+    before = part(out).read_bytes()
+    for more, name in (
+        (["--seed", "5"], "seed was 0, now 5"), (["--temperature", "1"], "temperature was 0.0, now 1.0"),
+        (["--max-new-tokens", "21"], "limit was 20, now 21"), (["--last-turn-only"], "last_turn_only was False"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"begun with other settings: {name}"):
+            run(saved, out, *more, prompts=("--data", str(data)))
+    with pytest.raises(ValueError, match="self_prompts was None, now 60"):
+        run(saved, out)
+    other = talkative(seed=1)
+    other.model.save_pretrained(data.parent / "other")
+    other.tokenizer.save_pretrained(data.parent / "other")
+    with pytest.raises(ValueError, match="begun with other settings: target was "):
+        run(data.parent / "other", out, prompts=("--data", str(data)))
+    write_rows(data, questions(31))
+    with pytest.raises(ValueError, match="data_digest was "):
+        run(saved, out, prompts=("--data", str(data)))
+    assert part(out).read_bytes() == before
+
+
+def test_a_damaged_or_foreign_file_is_left_alone(saved: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
+    data, out = broken(4)
+    lines = part(out).read_bytes().splitlines(keepends=True)
+    for damaged, said in (
+        ([*lines[:2], lines[2][5:], *lines[3:]], "line 3 is damaged"),
+        ([b'{"id": 1}\n'], "is no file of this command's"),
+    ):
+        part(out).write_bytes(b"".join(damaged))
+        with pytest.raises(ValueError, match=said):
+            run(saved, out, prompts=("--data", str(data)))
+        assert part(out).read_bytes() == b"".join(damaged)
+
+
+def test_a_full_disk_costs_one_line(
+    saved: Path, broken: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = broken(4)
+    write, left = os.write, [20]
+
+    def full(file: int, line: bytes) -> int:
+        if not left:
+            raise OSError(28, "No space left on device")
+        return write(file, line[: left.pop()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.finished.os.write", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(saved, out, prompts=("--data", str(data)))
+    assert not part(out).read_bytes().endswith(b"\n")
+    assert len(run(saved, out, prompts=("--data", str(data)))) > 3
+
+
+FORKING = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+from trainer.regenerate import main
+from trainer.target import load_target
+
+words, part, kinds = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+load_target(words[words.index("--target") + 1])  # the imports that it takes, once for all forks
+draw, codes = random.Random(0), []
+while True:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = main(words)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    status = None
+    if kinds:
+        # At a random moment: some bytes after the file was begun, or gone on with.
+        size = lambda: part and sum(p.stat().st_size for p in Path(part).parent.glob("*.part"))
+        begin, more = size(), draw.randint(1, 2500)
+        while status is None and size() < begin + more:
+            found = os.waitpid(child, os.WNOHANG)
+            status = found[1] if found[0] else None
+            time.sleep(0.001)
+        if status is None:
+            os.kill(child, kinds.pop(0))
+    if status is None:
+        status = os.waitpid(child, 0)[1]
+    codes.append(os.waitstatus_to_exitcode(status))
+    if codes[-1] == 0:
+        break
+print(json.dumps(codes))
+"""
+
+
+def forked(words: list[str], out: Path, kinds: list[int]) -> tuple[list[int], str]:
+    """Run the command again and again, each time in a fork, ended by these signals. Returns exit codes and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, json.dumps([words, str(part(out)), kinds])],
+        capture_output=True, text=True, timeout=110,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+KILL, CTRL_C, TERM = int(signal.SIGKILL), int(signal.SIGINT), int(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("source", "ends"), [("data", [KILL, CTRL_C, TERM]), ("self", [KILL, KILL])])
+def test_however_it_ends_nothing_is_lost_and_nothing_changes(
+    saved: Path, tmp_path: Path, soak: bool, source: str, ends: list[int]
+) -> None:
+    draw = random.Random(3)
+    words = ["".join(draw.choices("abcdefgh ", k=12)) for _ in range(200)]
+    turns = [{"messages": [m for text in words[n : n + 2] for m in (*plain(text), SAID)]} for n in range(0, 200, 2)]
+    data = write_rows(tmp_path / "data.jsonl", turns)
+    prompts = ("--data", str(data)) if source == "data" else ("--self-prompts", "90")
+    more = ["--temperature", "0.8", "--batch", "3", "--device", "cpu"]
+    whole = run(saved, tmp_path / "whole.jsonl", *more, prompts=prompts)
+    out = tmp_path / "out.jsonl"
+    ends = ends + [KILL] * 28 if soak else ends
+    codes, said = forked(["--target", str(saved), *prompts, "--out", str(out), *SHORT, *more], out, ends)
+    told = {KILL: -KILL, CTRL_C: 130, TERM: 143}
+    assert codes[-1] == 0 and codes[:-1] == [told[end] for end in ends][: len(codes) - 1] and len(codes) > 2
+    assert rows_of(out) == whole and len(whole) > 5, said
+    assert not list(tmp_path.glob("*part*"))
+    if source == "data":
+        for name in ("Ctrl-C", "SIGTERM"):
+            assert f"the same command goes on\nregenerate: stopped by {name}\n" in said
+
+
+def test_one_process_at_a_time(saved: Path, tmp_path: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
+    data, out = broken(4)
+    with part(out).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is being written by another process"):
+            run(saved, out, prompts=("--data", str(data)))

@@ -1,0 +1,136 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its tokenizers no types)
+"""Conversations answered by a target that runs here, many at a time, and only what is fit to learn from.
+
+Dropped are answers without an end (the target ran away), empty or too short ones, and answers that training would read
+as other tokens, since it reads the text: with special tokens in the text, with a text that does not give back their
+tokens, and those that ended otherwise than the chat template ends a turn. A conversation ends before the first of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from trainer.asked import Asked, Outcome
+from trainer.chat import ChatError, prompt_tokens, render, tokens_of
+from trainer.conversations import LineError
+from trainer.generate import Generated
+from trainer.room import Room, generate_fitting
+from trainer.sampling import Choose, key_of
+from trainer.target import TargetModel
+
+WINDOW = 32_768
+"""Conversations that are read ahead, to be sorted by length: some 100 MB of text."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How answers are made."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    limit: int = 256
+    """Tokens of the longest answer."""
+    least: int = 8
+    """Tokens of the shortest one that is kept."""
+    seed: int = 0
+
+
+class Local:
+    """Answers by the target's own decoding."""
+
+    def __init__(self, target: TargetModel, manner: Manner, choose: Choose, room: Room) -> None:
+        self._target, self._manner, self._choose, self._room = target, manner, choose, room
+        self._read = text_reader(target.tokenizer)
+        self._ends = target.end_tokens()
+
+    def check(self, asked: Asked) -> None:
+        """Raises LineError: the template refuses it, or it is too long."""
+        self._prompt(asked)
+
+    def answers(self, conversations: Iterable[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
+        """Each conversation's outcome, in the order of finishing; turns after turns, a window at a time."""
+        waiting = iter(conversations)
+        while window := list(islice(waiting, WINDOW)):
+            while window:
+                again: list[Asked] = []
+                yield from self._turn(window, again, stop)
+                window = again
+                if stop():
+                    return
+
+    def _turn(self, window: Sequence[Asked], again: list[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
+        """The next answer to each; those that go on come to `again`."""
+        prompts: list[list[int]] = []
+        open_ones: list[Asked] = []
+        for asked in window:
+            try:
+                prompts.append(self._prompt(asked))
+                open_ones.append(asked)
+            except LineError:  # by the answers so far: the first prompt was checked
+                yield asked.outcome("too_long")
+        manner = self._manner
+        keys = [key_of("answer", manner.seed, asked.number, asked.answers) for asked in open_ones]
+        for one in generate_fitting(
+            self._target, prompts, keys, manner.limit, self._ends, self._room, choose=self._choose, stop=stop
+        ):
+            asked = open_ones[one.index]
+            asked.tokens += len(one.tokens)
+            dropped, text = self._judged(asked, one)
+            if dropped:
+                yield asked.outcome(dropped)
+            elif asked.keep(text):
+                again.append(asked)
+            else:
+                yield asked.outcome()
+
+    def _prompt(self, asked: Asked) -> list[int]:
+        try:
+            prompt = prompt_tokens(self._target.tokenizer, asked.said)
+        except ChatError as error:
+            raise LineError(str(error)) from error
+        limit, longest = self._manner.limit, self._target.longest
+        if len(prompt) + limit > longest:
+            raise LineError(f"{len(prompt)} tokens, with {limit} new ones more than the {longest} that the target has")
+        if not prompt:
+            raise LineError("the chat template makes nothing of it")
+        return prompt
+
+    def _judged(self, asked: Asked, one: Generated) -> tuple[str | None, str]:
+        """Why an answer is dropped, if it is, and its text."""
+        if one.end is None:
+            return "unfinished", ""
+        text = self._read(one.tokens)
+        if text is None:
+            return "altered", ""
+        if len(one.tokens) < self._manner.least or not text.strip():
+            return "short", ""
+        chat = [*asked.said, {"role": "assistant", "content": text}]
+        if not writes_so(self._target.tokenizer, chat, [*one.tokens, one.end]):
+            return "other_end", ""
+        return None, text
+
+
+def text_reader(tokenizer: Any) -> Callable[[Sequence[int]], str | None]:
+    """A function from tokens to their text: None when special tokens are among them or it reads back as others."""
+    added = frozenset(tokenizer.added_tokens_decoder)  # the tokenizer makes a new one at each look, in a millisecond
+
+    def read(tokens: Sequence[int]) -> str | None:
+        if not added.isdisjoint(tokens):
+            return None
+        text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
+
+    return read
+
+
+def writes_so(tokenizer: Any, chat: Sequence[dict[str, str]], answer: Sequence[int]) -> bool:
+    """Whether the chat template writes the last message with these tokens, its end token included."""
+    try:
+        before = render(tokenizer, chat[:-1], answer_follows=True)
+        written = tokens_of(tokenizer, render(tokenizer, chat, answer_follows=False).removeprefix(before))
+    except ChatError:
+        return False
+    return written[: len(answer)] == list(answer)
