@@ -5,8 +5,8 @@ else: taken out of what the server says, too. Redirects are not followed and pro
 on. Certificates are verified; http is allowed.
 
 What may pass (429, 5xx, a connection that breaks, no answer in time, an answer that is no JSON) is asked again, waiting
-longer each time. A request that fails for good is counted with its reason when others succeeded meanwhile; when none
-did, the server is gone, and the command ends, to be gone on with later.
+longer each time. A request that fails for good is counted with its reason when the server answers others; when it does
+not, it is gone, and the command ends, to be gone on with later.
 """
 
 import contextlib
@@ -325,13 +325,21 @@ class Remote:
             except _Passing as error:
                 if tried == TRIES:
                     why = f"no answer in {TRIES} tries, at last: {error}"
-                    if self._successes > before:
+                    if self._successes > before or self._answers_anything():
                         raise _Refused(why) from None
                     raise EndpointError(f"{self._endpoint.name}: {why}") from None
                 wait = max(error.after, self._first_wait * 2 ** (tried - 1) * random.uniform(0.75, 1.25))
                 if self._ended.wait(min(wait, LONGEST_WAIT)):
                     raise EndpointError("ended") from None
         raise AssertionError
+
+    def _answers_anything(self) -> bool:
+        """Whether the server is there, and it is this one conversation that it can't answer."""
+        body = {"model": self._model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        try:
+            return bool(exchange(self._endpoint, "/chat/completions", body).get("choices"))
+        except (_Passing, _Refused):
+            return False
 
     def _body(self, asked: Asked) -> dict[str, Any]:
         manner = self._manner
