@@ -4,23 +4,32 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import resource
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_draft import CONFIG
 
 from trainer.checkpoint import (
     CheckpointError,
     Progress,
+    Score,
+    StateFile,
     damage,
     load_checkpoint,
     load_drafter,
     newest_good_checkpoint,
+    read_best,
     save_checkpoint,
     save_drafter,
 )
@@ -70,7 +79,10 @@ def test_a_cursor_comes_back_and_a_checkpoint_from_before_cursors_is_whole(tmp_p
     # As the first version wrote it, sealed over its own fields.
     state = saved / "state.json"
     progress = {"step": 1, "row": 2, "data_digest": "d", "first_loss": 5.0}
-    older = {"schema_version": 1, "progress": progress, "files": json.loads(state.read_bytes())["files"], "own": ""}
+    files = json.loads(state.read_bytes())["files"]
+    del files["random.json"]
+    (saved / "random.json").unlink()
+    older = {"schema_version": 1, "progress": progress, "files": files, "own": ""}
     seal = hashlib.sha256(json.dumps(older, separators=(",", ":")).encode()).hexdigest()
     state.write_text(json.dumps({**older, "own": seal}, indent=2))
     assert damage(saved) is None
@@ -114,6 +126,80 @@ def test_a_whole_checkpoint_of_the_step_is_never_replaced_a_damaged_one_is(tmp_p
     flip(model_file)
     saved = save_checkpoint(tmp_path, model, optimizer, at(5), keep=1)
     assert newest_good_checkpoint(tmp_path, print) == saved
+
+
+# --- the best one ---
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_best_one_stays_beside_the_newest(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    scores = [None, 2.0, 3.0, 2.5, None, 2.9]
+    for step, value in enumerate(scores, start=1):
+        score = None if value is None else Score(value, "cycle")
+        save_checkpoint(tmp_path, model, optimizer, at(step), keep=2, score=score)
+    assert names(tmp_path) == ["best.json", "step-00000003", "step-00000005", "step-00000006"]
+    expected = {"schema_version": 1, "name": "step-00000003", "score": 3.0, "measured": "cycle"}
+    assert json.loads((tmp_path / "best.json").read_bytes()) == expected
+    save_checkpoint(tmp_path, model, optimizer, at(7), keep=2, score=Score(3.1, "cycle"))
+    assert names(tmp_path) == ["best.json", "step-00000006", "step-00000007"]
+
+
+def test_a_decoded_score_goes_before_an_estimate(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for step, score in enumerate([Score(3.0, "cycle"), Score(1.5, "decoded"), Score(4.0, "cycle")], start=1):
+        save_checkpoint(tmp_path, model, optimizer, at(step), keep=1, score=score)
+    best = read_best(tmp_path)
+    assert best is not None and (best.name, best.score, best.measured) == ("step-00000002", 1.5, "decoded")
+
+
+@pytest.mark.parametrize("harm", ["its weights", "it is gone", "best.json"])
+def test_a_damaged_best_is_replaced_by_the_next_one_that_was_measured(harm: str, tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    save_checkpoint(tmp_path, model, optimizer, at(1), keep=1, score=Score(3.0, "cycle"))
+    if harm == "its weights":
+        flip(tmp_path / "step-00000001/model.safetensors")
+    elif harm == "it is gone":
+        shutil.rmtree(tmp_path / "step-00000001")
+    else:
+        truncate(tmp_path / "best.json")
+    assert read_best(tmp_path) is None
+    save_checkpoint(tmp_path, model, optimizer, at(2), keep=1, score=Score(2.0, "cycle"))
+    best = read_best(tmp_path)
+    assert best is not None and best.name == "step-00000002"
+    assert names(tmp_path) == ["best.json", "step-00000002"]
+
+
+# --- the state ---
+
+
+def test_all_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+    model, optimizer = trained(1)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    draw()  # leaves half a pair of normal numbers behind in two of them
+    saved = save_checkpoint(tmp_path, model, optimizer, at(1), keep=1)
+    after = draw()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(6)
+    load_checkpoint(saved, model, optimizer)
+    assert draw() == after
+
+
+def test_state_json_is_readable_and_says_everything(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    saved = save_checkpoint(tmp_path, model, optimizer, at(1), keep=1)
+    state = json.loads((saved / "state.json").read_bytes())
+    assert list(state) == ["schema_version", "progress", "origin", "files", "own"]
+    assert state["schema_version"] == 2
+    assert sorted(state["files"]) == ["config.json", "model.safetensors", "optimizer.safetensors", "random.json"]
+    assert StateFile.model_validate(state).progress == at(1)
 
 
 @contextlib.contextmanager
@@ -165,8 +251,20 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json", "state.json"])
-@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink])
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def made_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "random.json", "state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [truncate, flip, emptied, Path.unlink, made_a_folder])
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     name: str, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -179,6 +277,89 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     assert newest_good_checkpoint(tmp_path, said.append) == older
     (line,) = said
     assert line.startswith("checkpoint step-00000010 is damaged (") and line.endswith("): trying an older one")
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    model, optimizer = trained(1)
+    for step in (5, 10):
+        save_checkpoint(folder, model, optimizer, at(step), keep=2)
+    return folder
+
+
+@given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+def test_any_byte_of_any_file_counts(two_checkpoints: Path, name: str, where: float, change: int) -> None:
+    """Flipped in any way, or cut off there."""
+    file = two_checkpoints / "step-00000010" / name
+    good = file.read_bytes()
+    place = int(where * len(good))
+    said: list[str] = []
+    try:
+        for bad in (good[:place] + bytes([good[place] ^ change]) + good[place + 1 :], good[:place]):
+            file.write_bytes(bad)
+            assert newest_good_checkpoint(two_checkpoints, said.append) == two_checkpoints / "step-00000005"
+    finally:
+        file.write_bytes(good)
+    assert len(said) == 2 and all("step-00000010 is damaged" in line for line in said)
+    assert damage(two_checkpoints / "step-00000010") is None
+
+
+def test_what_is_no_checkpoint_at_all_is_passed_over(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    older = save_checkpoint(tmp_path, model, optimizer, at(5), keep=9)
+    save_checkpoint(tmp_path, model, optimizer, at(6), keep=9)
+    newer = tmp_path / "step-00000006"
+    state = json.loads((newer / "state.json").read_bytes())
+    (newer / "state.json").write_text(json.dumps({**state, "schema_version": 99, "progress": "of another kind"}))
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / "step-00000008").mkdir()
+    shutil.copytree(older, tmp_path / "step-00000009")
+    shutil.copytree(older, tmp_path / "step-00000010")
+    (tmp_path / "step-00000010/state.json").write_text('{"schema_version": 2}')
+    (tmp_path / ".step-00000011.tmp").mkdir()
+    said: list[str] = []
+    assert newest_good_checkpoint(tmp_path, said.append) == older
+    assert [line.split(" (")[1].split("): ")[0] for line in said] == [
+        "state.json can't be read: progress Field required",
+        "it is step-00000005 under another name",
+        "state.json is missing",
+        f"[Errno 20] Not a directory: '{tmp_path}/step-00000007/state.json'",
+        "schema_version 99 is newer than this trainer, which knows 2",
+    ]
+    # The next save clears all of that away.
+    save_checkpoint(tmp_path, model, optimizer, at(6), keep=9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_what_may_not_be_read_is_damage_in_a_checkpoint_and_an_error_in_the_folder() -> None:
+    """A training that took "may not" for "there are none" would begin anew."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be somebody else for a moment")
+    with tempfile.TemporaryDirectory() as everybodys:
+        folder = Path(everybodys)
+        model, optimizer = trained(1)
+        older = save_checkpoint(folder, model, optimizer, at(5), keep=2)
+        newest = save_checkpoint(folder, model, optimizer, at(10), keep=2)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755)
+        (newest / "model.safetensors").chmod(0o600)
+        said: list[str] = []
+        with nobody():
+            assert newest_good_checkpoint(folder, said.append) == older
+        assert len(said) == 1 and "Permission denied" in said[0]
+        folder.chmod(0o700)
+        with nobody(), pytest.raises(PermissionError):
+            newest_good_checkpoint(folder, said.append)
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_a_changed_step_is_damage(tmp_path: Path) -> None:

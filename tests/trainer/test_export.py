@@ -169,11 +169,9 @@ def test_what_is_not_right_is_a_fault(what: str, tmp_path: Path) -> None:
 def test_a_wrong_modelling_file_is_found_by_the_fresh_process_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = tmp_path / "dflash.py"
-    wrong.write_text(
-        MODELLING.read_text().replace("context_rotation = rotation(", "context_rotation = rotation(  # \n")
-    )
-    wrong.write_text(wrong.read_text().replace("self.q_norm(self.heads(self.q_proj(x)))", "self.heads(self.q_proj(x))"))
+    wrong, good = tmp_path / "dflash.py", MODELLING.read_text()
+    wrong.write_text(good.replace("self.q_norm(self.heads(self.q_proj(x)))", "self.heads(self.q_proj(x))"))
+    assert wrong.read_text() != good
     monkeypatch.setattr(module, "MODELLING", wrong)
     folder = saved(tmp_path / "drafter")
     assert main(["export", str(folder), str(tmp_path / "out")]) == 1
