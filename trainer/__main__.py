@@ -3,7 +3,8 @@
     python -m trainer train CONFIG.toml RUN_DIR [--init-from DRAFTER] [--resume RUN_DIR] [--set key=value ...]
     python -m trainer train CONFIG.toml --dry-run [--set key=value ...]
     python -m trainer check CONFIG.toml [--set key=value ...] [--json]
-    python -m trainer config | prepare | regenerate | eval | export | import-gguf ...     (--help of each says more)
+    python -m trainer config | prepare | regenerate | eval | chat | export | import-gguf ...
+                                                                            (--help of each says more)
 
 Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
 config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
@@ -34,6 +35,7 @@ OTHERS = {
     "regenerate": ("trainer.regenerate", "conversations made by the target itself, to train its drafter on"),
     "eval": ("trainer.evaluate", "decode with a drafter: acceptance length, speed, and that no token changes"),
     "export": ("trainer.export", "a drafter as transformers, SGLang and vLLM load it, read back before it is done"),
+    "chat": ("trainer.talk", "talk with a target through its drafter: its tokens are shown in green"),
     "import-gguf": ("trainer.models", "make the small real target"),
 }
 
