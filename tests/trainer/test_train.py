@@ -316,27 +316,6 @@ def long_config(tiny_folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "config.toml"
 
 
-def test_a_killed_trainer_resumes_bit_for_bit(long_config: Path, tmp_path: Path) -> None:
-    killed = Trainer(long_config, tmp_path / "killed")
-    killed.wait_for_step(20)
-    killed.process.kill()
-    assert killed.end()[0] == -signal.SIGKILL
-    assert status_of(tmp_path / "killed").state == "training"
-    reached = metrics_of(tmp_path / "killed")[-1].step
-
-    resumed = Trainer(long_config, tmp_path / "killed")
-    resumed.wait_for_step(reached + 5)
-    resumed.process.terminate()
-    code, output = resumed.end()
-    assert code == 0 and f"resuming from {tmp_path / 'killed' / 'checkpoints'}" in output
-
-    end = status_of(tmp_path / "killed").step
-    uninterrupted = StopAfter(end)
-    train(load(long_config), tmp_path / "whole", stop=uninterrupted.event, say=uninterrupted)
-    assert figures(metrics_of(tmp_path / "killed")) == figures(metrics_of(tmp_path / "whole"))
-    assert_same_weights(tmp_path / "killed", tmp_path / "whole", end)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_config: Path, tmp_path: Path) -> None:
     trainer = Trainer(long_config, tmp_path / "run")
