@@ -244,7 +244,7 @@ def _load(name: str, device: str | torch.device, dtype: torch.dtype, by_hand: bo
         raise TargetError(f"only {' and '.join(FAMILIES)} models can do this, and it is a {config.model_type}")
     model, report = cast(
         "tuple[Any, dict[str, Any]]",
-        AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True),
+        AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, output_loading_info=True),
     )
     # transformers fills both with random weights and only warns. A head tied to the embedding is not among them.
     absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])
