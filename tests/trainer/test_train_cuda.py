@@ -60,3 +60,16 @@ def test_five_steps_that_are_not_finite_end_a_training_on_the_gpu_too(
         train(config_of(tiny_folder, data__row_tokens=128, **changes), tmp_path, say=silent)
     assert [record.loss is None for record in metrics_of(tmp_path)] == [False] * 3 + [True] * 5
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_decoding_between_steps_compiles_nothing_and_changes_nothing_on_the_gpu_either(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes = {"train__device": "cuda:0", "train__steps": 6, "data__row_tokens": 128}
+    decoding = {"train__decode_every": 3, "train__decode_prompts": 2, "train__decode_tokens": 12}
+    train(config_of(tiny_folder, **changes), tmp_path / "plain", say=silent)
+    train(config_of(tiny_folder, **changes, **decoding), tmp_path / "decoding", say=silent)
+    plain, decoded = (metrics_of(tmp_path / name) for name in ("plain", "decoding"))
+    assert [record.step for record in decoded if record.decoded_accept is not None] == [3, 6]
+    assert all((record.decoded_accept or 1) >= 1 for record in decoded)
+    assert [record.loss for record in plain] == [record.loss for record in decoded]
