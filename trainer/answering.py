@@ -43,7 +43,7 @@ class Local:
 
     def __init__(self, target: TargetModel, manner: Manner, choose: Choose, room: Room) -> None:
         self._target, self._manner, self._choose, self._room = target, manner, choose, room
-        self._read = text_reader(target.tokenizer)
+        self._text, self._reads_back = text_reader(target.tokenizer)
         self._ends = target.end_tokens()
 
     def check(self, asked: Asked) -> None:
@@ -102,28 +102,30 @@ class Local:
         """Why an answer is dropped, if it is, and its text."""
         if one.end is None:
             return "unfinished", ""
-        text = self._read(one.tokens)
-        if text is None:
-            return "altered", ""
-        if len(one.tokens) < self._manner.least or not text.strip():
-            return "short", ""
-        chat = [*asked.said, {"role": "assistant", "content": text}]
-        if not writes_so(self._target.tokenizer, chat, [*one.tokens, one.end]):
-            return "other_end", ""
-        return None, text
+        text = self._text(one.tokens)
+        if text is not None and text.strip() and len(one.tokens) >= self._manner.least:
+            chat = [*asked.said, {"role": "assistant", "content": text}]
+            if writes_so(self._target.tokenizer, chat, [*one.tokens, one.end]):
+                return None, text
+            return "other_end" if self._reads_back(text, one.tokens) else "altered", ""
+        return "short" if text is not None and self._reads_back(text, one.tokens) else "altered", ""
 
 
-def text_reader(tokenizer: Any) -> Callable[[Sequence[int]], str | None]:
-    """A function from tokens to their text: None when special tokens are among them or it reads back as others."""
+def text_reader(
+    tokenizer: Any,
+) -> tuple[Callable[[Sequence[int]], str | None], Callable[[str, Sequence[int]], bool]]:
+    """Tokens to their text, None when special tokens are among them; and whether a text reads back as its tokens."""
     added = frozenset(tokenizer.added_tokens_decoder)  # the tokenizer makes a new one at each look, in a millisecond
 
-    def read(tokens: Sequence[int]) -> str | None:
+    def text_of(tokens: Sequence[int]) -> str | None:
         if not added.isdisjoint(tokens):
             return None
-        text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        return text if tokenizer.encode(text, add_special_tokens=False) == list(tokens) else None
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
-    return read
+    def reads_back(text: str, tokens: Sequence[int]) -> bool:
+        return tokenizer.encode(text, add_special_tokens=False) == list(tokens)
+
+    return text_of, reads_back
 
 
 def writes_so(tokenizer: Any, chat: Sequence[dict[str, str]], answer: Sequence[int]) -> bool:

@@ -44,14 +44,15 @@ def sample_prompts(
 ) -> None:
     """Sample the target's user turn, as often as `count` says less what is in the file; each sample is a line there."""
     numbers = [number for number in range(count) if number not in into.numbers]
-    header, read = user_header(target.tokenizer), text_reader(target.tokenizer)
+    header, (text_of, reads_back) = user_header(target.tokenizer), text_reader(target.tokenizer)
     keys = [key_of("prompt", seed, number) for number in numbers]
     choose = sampling(1.0, TOP_P)
     for sample in generate_fitting(
         target, [header] * len(numbers), keys, PROMPT_TOKENS, target.end_tokens(), room, choose=choose, stop=stop
     ):
-        text = read(sample.tokens) if sample.end is not None else None
-        into.add({"number": numbers[sample.index], "prompt": text if text and text.strip() else None})
+        text = text_of(sample.tokens) if sample.end is not None else None
+        good = text is not None and text.strip() and reads_back(text, sample.tokens)
+        into.add({"number": numbers[sample.index], "prompt": text if good else None})
 
 
 def sampled_prompts(found: Finished, seed: int, near: NearDuplicates) -> Iterator[Asked]:

@@ -95,11 +95,11 @@ def test_the_header_is_what_the_template_writes_before_the_user_s_words() -> Non
 def test_text_with_special_tokens_or_other_tokens_is_refused() -> None:
     tokenizer = tiny_target().tokenizer
     tokens = tokenizer.encode("a word\n")
-    read = text_reader(tokenizer)
-    assert read(tokens) == "a word\n"
-    assert read([*tokens, 3]) is None  # <reserved>
-    unused = len(tokenizer) + 1
-    assert read([*tokens, unused]) is None  # a row of the embedding without a token
+    text_of, reads_back = text_reader(tokenizer)
+    assert text_of(tokens) == "a word\n" and reads_back("a word\n", tokens)
+    assert text_of([*tokens, 3]) is None  # <reserved>
+    unused = [*tokens, len(tokenizer) + 1]  # a row of the embedding without a token
+    assert not reads_back(str(text_of(unused)), unused)
 
 
 class Counting:
@@ -115,8 +115,8 @@ class Counting:
 
 def test_the_table_of_added_tokens_is_made_once() -> None:
     counting = Counting(tiny_target().tokenizer)
-    read = text_reader(counting)
-    assert [read(counting.encode(text)) for text in ("one", "two")] == ["one", "two"]
+    text_of, _ = text_reader(counting)
+    assert [text_of(counting.encode(text)) for text in ("one", "two")] == ["one", "two"]
     assert counting.made == 1
 
 
