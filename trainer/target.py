@@ -241,7 +241,10 @@ def _load(name: str, device: str | torch.device, dtype: torch.dtype, by_hand: bo
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise TargetError(f"transformers has no causal language model of the family {config.model_type}")
     if by_hand and not runs_by_hand(config):
-        raise TargetError(f"only {' and '.join(FAMILIES)} models can do this, and it is a {config.model_type}")
+        raise TargetError(
+            f"only {' and '.join(FAMILIES)} models can do this, and it is a {config.model_type}: let a server answer "
+            "(regenerate --endpoint)"
+        )
     model, report = cast(
         "tuple[Any, dict[str, Any]]",
         AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, output_loading_info=True),
