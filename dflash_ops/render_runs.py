@@ -69,6 +69,8 @@ def show_run(run: Run) -> None:
         cycle = run.status.heldout_cycle_accept
         walked = f", {cycle:.2f} tokens a cycle" if cycle is not None else ""
         render.say(f"  held out: loss {run.status.heldout_loss:.4f}{accept}{walked}")
+    if run.status and run.status.decoded_accept is not None:
+        render.say(f"  decoded: {run.status.decoded_accept:.2f} tokens a cycle")
     if run.checkpoints:
         render.say(f"  newest checkpoint {run.checkpoints[-1]}")
     if run.status and run.status.error:

@@ -94,8 +94,9 @@ def test_figures_are_shown_as_far_as_there_are_any(capsys: pytest.CaptureFixture
         ("heldout_loss", "heldout_accept", "heldout_cycle_accept"): [
             "held out: loss 4.5000, acceptance length 1.25, 1.75 tokens a cycle"
         ],
+        ("decoded_accept",): ["decoded: 2.25 tokens a cycle"],
     }
-    figures = {"loss": 3.0, "accept": 1.5, "heldout_cycle_accept": 1.75, **held}
+    figures = {"loss": 3.0, "accept": 1.5, "heldout_cycle_accept": 1.75, "decoded_accept": 2.25, **held}
     for names, lines in expected.items():
         run = runs.run_of(facts(status={**STATUS, **{name: figures[name] for name in names}}, checkpoints=[]))
         render_runs.show_runs([run])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from tiny_targets import drafter_for, tiny_target
 from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import save_drafter
-from trainer.evaluate import Measured, summary
-from trainer.speculate import Comparison, Decoded
+from trainer.conversations import LineError
+from trainer.evaluate import LeftOut, Measured, Way, measure, summary
+from trainer.speculate import Comparison, Decoded, decode_speculative
 from trainer.stream import GREEN
-from trainer.turns import first_prompt, read_dialogues
+from trainer.turns import Dialogue, ask, first_prompt, read_dialogues, said_before_answers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -181,3 +183,162 @@ def test_without_comparison_nothing_is_decoded_plainly(words: list[str], monkeyp
 
     monkeypatch.setattr(evaluate, "decode_plain", refuse)
     assert main([*words, "--no-compare", "--prompts", "1"]) == 0
+
+
+# --- turns, data sets, temperatures ---
+
+
+def test_every_turn_is_answered_behind_the_model_s_own_answers() -> None:
+    target = tiny_target()
+    talk = [("user", "one"), ("assistant", "THEIRS"), ("user", "two"), ("assistant", "THEIRS TOO")]
+    record = {"messages": [{"role": role, "content": content} for role, content in talk]}
+    dialogue = Dialogue("a", "here:1", said_before_answers(record, "all"))
+    prompts: list[str] = []
+    own = target.tokenizer.encode("ours")
+
+    def answer(prompt: list[int]) -> Decoded:
+        prompts.append(target.tokenizer.decode(prompt))
+        return Decoded([*own, 2], [], [], [True] * 5, [5], 1.0)  # its end token is not part of what is said
+
+    asked = list(ask(dialogue, target, answer, lambda prompt: True))
+    assert [each.turn for each in asked] == [1, 2]
+    first = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts == [first, first + "ours<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"]
+    assert [target.tokenizer.decode(each.prompt) for each in asked] == prompts
+
+
+def test_the_last_turn_alone_is_answered_behind_the_file_s_own_answers() -> None:
+    talk = [("user", "one"), ("assistant", "THEIRS"), ("user", "two"), ("assistant", "THEIRS TOO")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    assert said_before_answers({"messages": messages}, "last") == (messages[:3],)
+    assert said_before_answers({"messages": messages}, "all") == (messages[:1], messages[2:3])
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "one"}, [["one"]]),
+        ({"prompt": "one", "response": "two"}, [["one"]]),
+        ({"turns": ["one", "two"]}, [["one"], ["two"]]),
+        ({"messages": [{"role": "user", "content": "one"}]}, [["one"]]),
+        ({"system": "S", "conversations": [{"from": "human", "value": "one"}]}, [["S", "one"]]),
+    ],
+)
+def test_a_prompt_may_have_any_form(record: dict[str, Any], said: list[list[str]]) -> None:
+    found = said_before_answers(record, "all")
+    assert [[message["content"] for message in run] for run in found] == said
+
+
+@pytest.mark.parametrize(
+    ("record", "turns", "reason"),
+    [
+        ({"turns": ["one", "two"]}, "last", "only --turns all"),
+        ({"turns": []}, "all", "not a list"),
+        ({"turns": [1]}, "all", "turns.0: a number, not a text"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "all", "assistant comes first"),
+        ({"messages": []}, "all", "no prompt"),
+        ({"id": 1}, "all", "no messages"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(record: dict[str, Any], turns: Any, reason: str) -> None:
+    with pytest.raises(LineError, match=reason):
+        said_before_answers(record, turns)
+
+
+def test_turns_without_room_are_left_out_and_counted() -> None:
+    target = tiny_target(max_position_embeddings=160)
+    dialogues = [Dialogue("a", "here:1", tuple([{"role": "user", "content": f"question {n}"}] for n in range(5)))]
+    drafter = drafter_for(target, block=4)
+    rows = list(measure(target, drafter, dialogues, Way(limit=8)))
+    kinds = [type(row) for row in rows]
+    assert [row.id for row in rows] == [f"a turn {n}" for n in range(1, 6)]
+    assert Measured in kinds and kinds == sorted(kinds, key=lambda kind: kind is LeftOut) and LeftOut in kinds
+    figures = summary(rows)
+    assert (figures["prompts"], figures["left_out"]) == (kinds.count(Measured), kinds.count(LeftOut))
+    assert figures["wrong_tokens"] == 0 and figures["compared"] == figures["prompts"]
+
+
+def test_data_sets_are_measured_one_by_one_and_together(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "turns.jsonl").write_text('{"question_id": 81, "turns": ["one", "two"]}\n{"prompt": "three"}\n')
+    data = ["--data", str(tmp_path / "turns.jsonl"), "--no-color"]
+    assert main([*words, *data, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [(row["data"], row["prompts"]) for row in figures["data_sets"]] == [
+        (str(tmp_path / "data.jsonl"), 3), (str(tmp_path / "turns.jsonl"), 3)
+    ]  # fmt: skip
+    for key in ("prompts", "tokens", "cycles", "compared", "equal_tokens", "near_ties", "wrong_tokens"):
+        assert figures[key] == sum(row[key] for row in figures["data_sets"]), key
+    cycles = {tau: count for row in figures["data_sets"] for tau, count in row["histogram"].items()}
+    assert figures["histogram"].keys() == cycles.keys() and figures["wrong_tokens"] == 0
+    assert main([*words, *data]) == 0
+    said = capsys.readouterr().out
+    assert "--- 81 turn 2: " in said and "--- line 2: " in said
+    table = said[said.index("DATA ") :].splitlines()
+    assert [line.split()[:2] for line in table[1:4]] == [
+        [str(tmp_path / "data.jsonl"), "3"], [str(tmp_path / "turns.jsonl"), "3"], ["together", "6"]
+    ]  # fmt: skip
+    assert len({len(line) for line in table[:4]}) == 1  # columns stand below each other
+
+
+def test_a_mistake_in_any_data_set_is_told_before_anything_is_measured(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 2000}) + "\n")
+    assert main([*words, "--data", str(tmp_path / "long.jsonl")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "long.jsonl:1: prompt, answer and a block need" in said.err
+
+
+def test_answers_at_a_temperature_are_drawn_by_the_seed_and_not_compared(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def figures(*more: str) -> dict[str, Any]:
+        assert main([*words, "--temperature", "1", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {
+            key: value for key, value in found.items() if "_per_s" not in key and key not in ("speedup", "data_sets")
+        }
+
+    first = figures("--samples", "2")
+    assert (first["prompts"], first["samples"], first["temperature"]) == (6, 2, 1.0)
+    assert first["compared"] == first["equal_tokens"] == first["wrong_tokens"] == 0
+    assert first["acceptance_micro"] >= 1 and first["cycles"] > 0
+    assert figures("--samples", "2") == first
+    assert figures("--samples", "2", "--seed", "1")["histogram"] != first["histogram"]
+
+
+def test_a_conversation_s_draws_do_not_depend_on_the_others(tmp_path: Path) -> None:
+    target = tiny_target()
+    torch.manual_seed(0)
+    drafter = drafter_for(target, block=4)
+    dialogues = [Dialogue(f"{n}", "here", ([{"role": "user", "content": f"say {n}"}],)) for n in range(2)]
+    both = list(measure(target, drafter, dialogues, Way(limit=12, temperature=1.0, plainly=False)))
+    one = list(measure(target, drafter, dialogues[:1], Way(limit=12, temperature=1.0, plainly=False, samples=2)))
+    tokens = [row.speculative.tokens for row in (both[0], one[0], one[1]) if isinstance(row, Measured)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--samples", "2"], ["--temperature", "-1"], ["--temperature", "nan"], ["--temperature", "x"], ["--top-p", "0"],
+     ["--top-p", "1.5"], ["--turns", "some"], ["--seed", "-1"]],
+)  # fmt: skip
+def test_a_wrong_choice_is_usage(words: list[str], more: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*words, *more])
+    assert caught.value.code == 2
+
+
+def test_a_token_that_is_not_the_target_s_is_code_9_in_full_precision_only(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def another(*given: Any, **more: Any) -> Decoded:
+        found = decode_speculative(*given, **more)
+        return replace(found, tokens=[(found.tokens[0] + 1) % 90, *found.tokens[1:]])
+
+    monkeypatch.setattr(evaluate, "decode_speculative", another)
+    assert main([*words, "--prompts", "1", "--json"]) == 9
+    assert json.loads(capsys.readouterr().out)["wrong_tokens"] >= 1
+    assert main([*words, "--prompts", "1", "--json", "--dtype", "bfloat16"]) == 0

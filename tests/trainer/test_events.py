@@ -33,6 +33,9 @@ def test_everything_of_a_record_is_drawn(tmp_path: Path) -> None:
         "heldout_loss": 4.5,
         "heldout_accept": 1.25,
         "heldout_cycle_accept": 1.5,
+        "decoded_accept": 1.75,
+        "decoded_accept_micro": 1.25,
+        "decoded_histogram": {1: 3, 12: 1},
     }
     events = Events(tmp_path / "events", silent)
     events.write(record(7, loss=4.0).model_copy(update=changes))
@@ -46,6 +49,10 @@ def test_everything_of_a_record_is_drawn(tmp_path: Path) -> None:
         "heldout/loss": [(7, 4.5)],
         "heldout/acceptance": [(7, 1.25)],
         "heldout/acceptance_by_cycle": [(7, 1.5)],
+        "decoded/acceptance": [(7, 1.75)],
+        "decoded/acceptance_micro": [(7, 1.25)],
+        "decoded_cycles/01": [(7, 0.75)],
+        "decoded_cycles/12": [(7, 0.25)],
         "speed/tokens_per_s": [(7, 1234.0)],
         "speed/memory_mib": [(7, 1000.0)],
         "accuracy_by_slot/01": [(7, 0.75)],

@@ -100,14 +100,34 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
             "heldout_loss": 4.0,
             "heldout_accept": 1.5,
             "heldout_cycle_accept": 1.75,
+            "decoded_accept": 2.25,
+            "decoded_accept_micro": 2.5,
+            "decoded_histogram": {1: 3, 16: 1},
         }
     )
     said: list[str] = []
     Journal(RunDir(tmp_path), 20, said.append).record(full)
     assert read_metrics(RunDir(tmp_path).metrics.read_bytes()) == [full]
-    assert said[-1].endswith("| held-out loss 4.0000 accept 1.50, 1.75 a cycle")
+    assert said[-1].endswith(
+        "| held-out loss 4.0000 accept 1.50, 1.75 a cycle | decoded 2.25 a cycle, micro 2.50 (1:3 16:1)"
+    )
     status = read_status(RunDir(tmp_path).status.read_bytes())
-    assert status is not None and status.heldout_cycle_accept == 1.75
+    assert status is not None and (status.heldout_cycle_accept, status.decoded_accept) == (1.75, 2.25)
+
+
+def test_what_was_decoded_last_stays_over_other_measurements_and_a_resume(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path), list[str]()
+    journal = Journal(run, 20, said.append)
+    for step, more in {
+        1: {"decoded_accept": 1.5}, 2: {"heldout_loss": 4.0}, 3: {"decoded_accept": 2.5}, 4: {}
+    }.items():  # fmt: skip
+        journal.record(record(step).model_copy(update=more))
+    for resumed, accept in ((4, 2.5), (2, 1.5), (0, None)):
+        status = read_status(run.status.read_bytes())
+        assert status is not None and status.decoded_accept == (2.5 if resumed == 4 else {2: 2.5, 0: 1.5}[resumed])
+        Journal(run, 20, said.append).resume(resumed, None, None)
+        status = read_status(run.status.read_bytes())
+        assert status is not None and status.decoded_accept == accept
 
 
 def test_records_of_the_first_version_are_read() -> None:
