@@ -274,7 +274,7 @@ def load_models(options: argparse.Namespace) -> tuple[TargetModel, DraftModel, D
     """Target and drafter. Raises ValueError when they were not made for each other."""
     dtype: torch.dtype = getattr(torch, options.dtype)
     target = load_target(options.target, options.device, dtype)
-    drafter, config = load_drafter(options.drafter, target.device, dtype)
+    drafter, config = load_drafter(options.drafter, target.device, dtype, target=target)
     for what, made_for, found in (
         ("hidden size", config.hidden_size, target.config.hidden_size),
         ("number of layers", config.num_target_layers, target.num_layers),

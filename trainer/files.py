@@ -30,6 +30,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), path, {"format": "pt"})  # transformers wants to be told
     except SafetensorError as error:  # what it makes of a full disk, too
         raise OSError(f"can't write {path}: {error}") from error
+    path.chmod(0o644)  # safetensors makes it 0600, and servers run as somebody else
     sync(path)
 
 

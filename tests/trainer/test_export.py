@@ -104,6 +104,7 @@ def test_transformers_and_the_trainer_load_every_kind(kind: str, tmp_path: Path,
     assert (data["architectures"], data["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert data["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
     assert data["dtype"] == str(dtype).removeprefix("torch.")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
 
 
 def changed(old: str, new: str) -> Callable[[Path], None]:
@@ -298,6 +299,21 @@ def test_a_training_starts_with_a_drafter_in_speculators_format(
         save_file({**weights, **change}, tmp_path / "out/model.safetensors")
         with pytest.raises(CheckpointError, match=told):
             start_weights(model, tmp_path / "out", said.append, target)
+
+
+def test_eval_decodes_with_a_drafter_in_speculators_format(
+    tiny_folder: Path, target: TargetModel, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter_of(target, tmp_path / "drafter")
+    model, tokens = str(tiny_folder / "target"), list[int]()
+    export(tmp_path / "drafter", tmp_path / "out", "speculators", torch.float32, target=model)
+    for folder in ("drafter", "out"):
+        words = ["--data", str(tiny_folder / "heldout.jsonl"), "--max-new-tokens", "6", "--prompts", "2", "--json"]
+        assert main(["eval", "--target", model, "--drafter", str(tmp_path / folder), *words]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert figures["wrong_tokens"] == 0
+        tokens.append(figures["cycles"])
+    assert tokens[0] == tokens[1]
 
 
 def test_speculators_need_the_right_target(tiny_folder: Path, tmp_path: Path) -> None:
