@@ -159,7 +159,7 @@ def load_drafter(
     """
     folder = Path(folder)
     try:
-        data = cast(Any, json.loads((folder / CONFIG_FILE).read_bytes()))  # the file may hold any JSON
+        data: Any = json.loads((folder / CONFIG_FILE).read_bytes())
         foreign = hasattr(data, "keys") and is_speculators(data)
         layers = target.num_layers if target else None
         config = from_speculators(data, layers) if foreign else DraftConfig.from_json(data)

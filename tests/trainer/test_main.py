@@ -1,6 +1,7 @@
 """The trainer's command line: exit codes, and errors in one line."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,16 @@ def test_check_prints_everything_as_json(tiny_folder: Path, capsys: pytest.Captu
     assert main(["check", str(tiny_folder / "config.toml"), "--set", "train.steps=4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["train"]["steps"], shown["train"]["clip"], shown["draft"]["block"]) == (4, 1.0, 4)
+
+
+def test_cublas_is_told_to_repeat_itself_unless_the_user_says_otherwise(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for expected in (":16:8", ":4096:8"):
+        main(["check", str(tiny_folder / "config.toml")])
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 def test_check_imports_no_torch(tiny_folder: Path) -> None:

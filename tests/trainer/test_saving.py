@@ -137,6 +137,20 @@ def test_a_training_goes_on_while_its_checkpoint_is_written(
     assert status_of(tmp_path).checkpoint == "step-00000006"
 
 
+def test_a_checkpoint_is_told_of_as_soon_as_it_is_on_the_disk(tiny_folder: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line.split("/")[0].split(",")[0])
+        if line.startswith("step 3/"):
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+
+    train(config_of(tiny_folder, train__steps=6, train__checkpoint_every=2), tmp_path, say=say)
+    assert lines.index("step 2") < lines.index("saved step-00000002") < lines.index("step 4")
+
+
 def test_a_full_disk_ends_a_training_in_one_line_with_what_is_left(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
