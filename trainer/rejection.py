@@ -40,8 +40,13 @@ class Sampling:
         return kept_QV / kept_QV.sum(-1, keepdim=True)
 
     def draw(self, weights_QV: Tensor) -> Tensor:
-        """One token for each row of weights, [Q]."""
-        return torch.multinomial(weights_QV, 1, generator=self.generator)[:, 0]
+        """One token for each row of weights, [Q]; they need not sum to 1.
+
+        A race: the first arrival, at exponential times whose rates are the weights. As torch.multinomial for one draw,
+        which besides waits for the device, to look at the weights.
+        """
+        times_QV = torch.empty_like(weights_QV).exponential_(generator=self.generator)
+        return (weights_QV / times_QV.clamp_(min=1e-30)).argmax(dim=-1)
 
     def verify(self, drafts_P: Tensor, drafted_PV: Tensor, own_CV: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the leading drafts are accepted, and the token that the target adds behind them; two scalars.
