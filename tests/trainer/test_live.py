@@ -1,10 +1,12 @@
 """Decoding with the drafter under training: true figures, on a schedule, and a training that does not notice."""
 
 import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import write_jsonl
@@ -146,6 +148,18 @@ def test_a_stop_cuts_a_measurement() -> None:
     assert decoder.measure(stop) is not None
     stop.set()
     assert decoder.measure(stop) is None
+
+
+def test_a_measurement_draws_nothing_and_leaves_the_drafter_as_it_is() -> None:
+    target = tiny_target()
+    model = drafter_for(target, block=4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    HeldoutDecoder(target, model, CPU, [[5, 6, 7]], 12).measure(threading.Event())
+    after = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    assert after == states
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
 def test_prompts_without_room_for_an_answer_are_passed_over(
