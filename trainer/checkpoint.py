@@ -96,20 +96,28 @@ class StateFile(BaseModel):
     progress: Progress
     origin: Origin | None = None  # of config, code and machine; None: it was not said
     files: dict[str, str]  # name -> sha256
-    own: str = ""  # sha256 of this content with `own` empty
-
-    def sealed(self) -> "StateFile":
-        whole = StateFile.model_validate_json(self.model_dump_json())  # every field is set, as when it is read again
-        return whole.model_copy(update={"own": whole.seal()})
-
-    def seal(self) -> str:
-        """What `own` has to be: of the fields that the file has, so that one from before a new field keeps its own."""
-        content = self.model_copy(update={"own": ""}).model_dump_json(exclude_unset=True).encode()
-        return hashlib.sha256(content).hexdigest()
+    own: str = ""  # sha256 of this file with `own` empty
 
     def written(self) -> bytes:
-        """The whole file."""
-        return self.model_dump_json(indent=2, exclude_unset=True).encode()
+        """The whole file, sealed."""
+        content = self.model_copy(update={"own": ""}).model_dump_json(indent=2).encode()
+        before, _, after = content.rpartition(EMPTY_SEAL)
+        return before + _seal(hashlib.sha256(content).hexdigest()) + after
+
+    def intact(self, content: bytes) -> bool:
+        """Whether the file that this was read from is what was written, every byte of it."""
+        if self.schema_version == 1:  # which sealed its fields in another form
+            fields = self.model_copy(update={"own": ""}).model_dump_json(exclude_unset=True).encode()
+            return self.own == hashlib.sha256(fields).hexdigest()
+        before, found, after = content.rpartition(_seal(self.own))
+        return bool(found) and self.own == hashlib.sha256(before + EMPTY_SEAL + after).hexdigest()
+
+
+def _seal(digest: str) -> bytes:
+    return f'"own": "{digest}"'.encode()
+
+
+EMPTY_SEAL = _seal("")
 
 
 class CheckpointError(ValueError):
@@ -239,7 +247,7 @@ def write_checkpoint(
             save_tensors(building / OPTIMIZER_FILE, snapshot.moments)
             write_synced(building / RANDOM_FILE, snapshot.random)
             files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
-            state = StateFile(progress=progress, origin=origin, files=files).sealed()
+            state = StateFile(progress=progress, origin=origin, files=files)
             write_synced(building / STATE_FILE, state.written())
     best = read_best(folder)
     if score is not None and (best is None or score.beats(Score(best.score, best.measured))):
@@ -267,9 +275,14 @@ def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | N
     """The newest checkpoint below `folder` whose files are what was written; damaged ones are named and passed over.
 
     None when there are none at all. Raises CheckpointError when there are only damaged ones: starting anew would
-    overwrite what may still be repaired; OSError when the folder can't be read.
+    overwrite what may still be repaired. Also when any is a newer trainer's: going on from an older one would replace
+    it. OSError when the folder can't be read.
     """
     found = checkpoint_folders(folder)
+    for checkpoint in found:
+        if (version := schema_version(checkpoint)) > SCHEMA_VERSION:
+            advice = "go on with the trainer that wrote it, or train into another folder"
+            raise CheckpointError(f"checkpoint {checkpoint}: {newer(version)}: {advice}")
     for checkpoint in found:
         fault = damage(checkpoint)
         if fault is None:
@@ -318,14 +331,37 @@ def read_state(checkpoint: Path) -> StateFile:
     return StateFile.model_validate_json((checkpoint / STATE_FILE).read_bytes())
 
 
+def schema_version(checkpoint: Path) -> int:
+    """The version of a checkpoint's format; 0 when its state.json does not say, or says another than was written.
+
+    A version that we don't know has a seal that we can't check. But a file that with one of ours is as it was sealed
+    has only a damaged number.
+    """
+    try:
+        content = (checkpoint / STATE_FILE).read_bytes()
+        version: Any = json.loads(content)["schema_version"]
+        if not isinstance(version, int):
+            return 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    for ours in range(1, SCHEMA_VERSION + 1) if version > SCHEMA_VERSION else ():
+        written = content.replace(f'"schema_version": {version}'.encode(), f'"schema_version": {ours}'.encode(), 1)
+        with contextlib.suppress(ValidationError):
+            if StateFile.model_validate_json(written).intact(written):
+                return 0
+    return version
+
+
+def newer(version: int) -> str:
+    return f"schema_version {version} is newer than this trainer, which knows {SCHEMA_VERSION}"
+
+
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
         content = (checkpoint / STATE_FILE).read_bytes()
-        with contextlib.suppress(ValueError):  # told below
-            version: Any = json.loads(content)["schema_version"]
-            if version > SCHEMA_VERSION:
-                return f"schema_version {version} is newer than this trainer, which knows {SCHEMA_VERSION}"
+        if (version := schema_version(checkpoint)) > SCHEMA_VERSION:
+            return newer(version)
         state = StateFile.model_validate_json(content)
         wrong = [name for name, digest in state.files.items() if file_digest(checkpoint / name) != digest]
     except ValidationError as error:
@@ -335,8 +371,7 @@ def damage(checkpoint: Path) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except (OSError, KeyError, TypeError) as error:
         return str(error).split("\n")[0]
-    # Later versions write one text for one content, so that no byte can change unseen.
-    if state.own != state.seal() or (state.schema_version > 1 and state.written() != content):
+    if not state.intact(content):
         wrong.append(STATE_FILE)
     if wrong:
         return f"{wrong[0]} is not what was written"

@@ -1,11 +1,10 @@
 """Checkpoints that are not what was written: each is named, and the one before is used."""
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import at, flip, trained, truncate
 
-from trainer.checkpoint import CheckpointError, damage, newest_good_checkpoint, save_checkpoint
+from trainer.checkpoint import CheckpointError, StateFile, damage, newest_good_checkpoint, save_checkpoint
 
 
 def emptied(file: Path) -> None:
@@ -73,10 +72,8 @@ def test_any_byte_of_any_file_counts(two_checkpoints: Path, name: str, where: fl
 def test_what_is_no_checkpoint_at_all_is_passed_over(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     older = save_checkpoint(tmp_path, model, optimizer, at(5), keep=9)
-    save_checkpoint(tmp_path, model, optimizer, at(6), keep=9)
-    newer = tmp_path / "step-00000006"
-    state = json.loads((newer / "state.json").read_bytes())
-    (newer / "state.json").write_text(json.dumps({**state, "schema_version": 99, "progress": "of another kind"}))
+    damaged = save_checkpoint(tmp_path, model, optimizer, at(6), keep=9) / "state.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"schema_version": 2', b'"schema_version": 6'))  # one bit
     (tmp_path / "step-00000007").write_text("a file")
     (tmp_path / "step-00000008").mkdir()
     shutil.copytree(older, tmp_path / "step-00000009")
@@ -90,11 +87,26 @@ def test_what_is_no_checkpoint_at_all_is_passed_over(tmp_path: Path) -> None:
         "it is step-00000005 under another name",
         "state.json is missing",
         f"[Errno 20] Not a directory: '{tmp_path}/step-00000007/state.json'",
-        "schema_version 99 is newer than this trainer, which knows 2",
+        "state.json is not what was written",
     ]
     # The next save clears all of that away.
     save_checkpoint(tmp_path, model, optimizer, at(6), keep=9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("own_kind", [True, False])
+def test_a_newer_trainer_s_checkpoint_is_refused_and_stays(own_kind: bool, tmp_path: Path) -> None:
+    """Going on from the older one would write it over; to call it damaged is to advise that it be deleted."""
+    model, optimizer = trained(1)
+    save_checkpoint(tmp_path, model, optimizer, at(5), keep=9)
+    newest = save_checkpoint(tmp_path, model, optimizer, at(10), keep=9)
+    state = StateFile.model_validate_json((newest / "state.json").read_bytes())
+    written = state.model_copy(update={"schema_version": 99}).written()
+    (newest / "state.json").write_bytes(written.replace(b'"progress": {', b'"course": {') if own_kind else written)
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match=r"step-00000010: schema_version 99 is newer than .* knows 2: go on with"):
+        newest_good_checkpoint(tmp_path, said.append)
+    assert said == [] and "schema_version 99 is newer" in str(damage(newest))
 
 
 def test_what_may_not_be_read_is_damage_in_a_checkpoint_and_an_error_in_the_folder() -> None:
@@ -119,7 +131,7 @@ def test_what_may_not_be_read_is_damage_in_a_checkpoint_and_an_error_in_the_fold
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[None]:
+def nobody() -> Generator[None]:
     os.seteuid(65534)
     try:
         yield
