@@ -8,7 +8,7 @@
 
 Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
 config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
-in a command that doesn't stop on a checkpoint; 1 anything else.
+in a command that doesn't stop on a checkpoint; 143 regenerate after SIGTERM; 1 anything else.
 """
 
 import argparse

@@ -13,13 +13,14 @@ from itertools import islice
 from typing import Any
 
 from trainer.asked import Asked, Outcome
-from trainer.chat import ChatError, prompt_tokens, render, tokens_of
-from trainer.conversations import LineError
+from trainer.chat import ChatError, render, tokens_of
 from trainer.generate import Generated
 from trainer.room import Room, generate_fitting
 from trainer.sampling import Choose, key_of
 from trainer.target import TargetModel
 
+TOGETHER = 1024
+"""Prompts that are tokenised together."""
 WINDOW = 32_768
 """Conversations that are read ahead, to be sorted by length: some 100 MB of text."""
 
@@ -41,14 +42,23 @@ class Manner:
 class Local:
     """Answers by the target's own decoding."""
 
-    def __init__(self, target: TargetModel, manner: Manner, choose: Choose, room: Room) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        manner: Manner,
+        choose: Choose,
+        room: Room,
+        *,
+        refused: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """refused: is told of each conversation, by its number, that can't be asked, and why; it may raise.
+
+        None: such a conversation has an outcome without a row.
+        """
+        self._refused = refused
         self._target, self._manner, self._choose, self._room = target, manner, choose, room
         self._text, self._reads_back = text_reader(target.tokenizer)
         self._ends = target.end_tokens()
-
-    def check(self, asked: Asked) -> None:
-        """Raises LineError: the template refuses it, or it is too long."""
-        self._prompt(asked)
 
     def answers(self, conversations: Iterable[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
         """Each conversation's outcome, in the order of finishing; turns after turns, a window at a time."""
@@ -65,12 +75,16 @@ class Local:
         """The next answer to each; those that go on come to `again`."""
         prompts: list[list[int]] = []
         open_ones: list[Asked] = []
-        for asked in window:
-            try:
-                prompts.append(self._prompt(asked))
-                open_ones.append(asked)
-            except LineError:  # by the answers so far: the first prompt was checked
-                yield asked.outcome("too_long")
+        for begin in range(0, len(window), TOGETHER):
+            stop()
+            for asked, prompt in self._prompts(window[begin : begin + TOGETHER]):
+                if not isinstance(prompt, str):
+                    open_ones.append(asked)
+                    prompts.append(prompt)
+                elif self._refused is not None and not asked.answers:
+                    self._refused(asked.number, prompt)
+                else:
+                    yield asked.outcome("too_long")
         manner = self._manner
         keys = [key_of("answer", manner.seed, asked.number, asked.answers) for asked in open_ones]
         for one in generate_fitting(
@@ -86,17 +100,27 @@ class Local:
             else:
                 yield asked.outcome()
 
-    def _prompt(self, asked: Asked) -> list[int]:
-        try:
-            prompt = prompt_tokens(self._target.tokenizer, asked.said)
-        except ChatError as error:
-            raise LineError(str(error)) from error
+    def _prompts(self, some: Sequence[Asked]) -> list[tuple[Asked, list[int] | str]]:
+        """Each one's tokens, or why it can't be asked: the template refuses it, or it is too long."""
+        texts: list[str] = []
+        found: list[str | None] = []
+        for asked in some:
+            try:
+                texts.append(render(self._target.tokenizer, asked.said, answer_follows=True))
+                found.append(None)
+            except ChatError as error:
+                found.append(str(error))
+        # Together, since the tokenizer then uses all processors.
+        rows = iter(self._target.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        return [
+            (asked, self._fitting(next(rows)) if why is None else why) for asked, why in zip(some, found, strict=True)
+        ]
+
+    def _fitting(self, prompt: list[int]) -> list[int] | str:
         limit, longest = self._manner.limit, self._target.longest
         if len(prompt) + limit > longest:
-            raise LineError(f"{len(prompt)} tokens, with {limit} new ones more than the {longest} that the target has")
-        if not prompt:
-            raise LineError("the chat template makes nothing of it")
-        return prompt
+            return f"{len(prompt)} tokens, with {limit} new ones more than the {longest} that the target has"
+        return prompt or "the chat template makes nothing of it"
 
     def _judged(self, asked: Asked, one: Generated) -> tuple[str | None, str]:
         """Why an answer is dropped, if it is, and its text."""

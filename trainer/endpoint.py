@@ -233,17 +233,14 @@ class Remote:
         manner: Manner,
         *,
         concurrency: int,
-        failed: Callable[[int, str], None],
+        refused: Callable[[int, str], None],
         first_wait: float = 1.0,
     ) -> None:
-        """failed: is told of each conversation, by its number, that the server refuses, and why; it may raise."""
+        """refused: is told of each conversation, by its number, that the server can't answer, and why; it may raise."""
         self._endpoint, self._model, self._manner = endpoint, model, manner
-        self._concurrency, self._failed, self._first_wait = concurrency, failed, first_wait
+        self._concurrency, self._refused, self._first_wait = concurrency, refused, first_wait
         self._successes = 0
         self._ended = threading.Event()
-
-    def check(self, asked: Asked) -> None:
-        """The server will say what it can't answer."""
 
     def answers(self, conversations: Iterable[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
         """Each conversation's outcome, in the order of finishing. Raises EndpointError when the server is gone.
@@ -283,7 +280,7 @@ class Remote:
                     if found.asked.answers:
                         yield found.asked.outcome("refused")
                     else:
-                        self._failed(found.asked.number, found.why)
+                        self._refused(found.asked.number, found.why)
                 else:
                     yield found
         finally:

@@ -53,6 +53,8 @@ class Finished:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FinishedError(f"{self.path} is being written by another process") from error
+        if os.fstat(self._file).st_nlink == 0:
+            raise FinishedError(f"{self.path} was finished by another process just now")
 
     def _read(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> int:
         """Where the last whole line ends; what lies behind is cut off."""

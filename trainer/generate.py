@@ -56,12 +56,11 @@ class _Launch:
     def __init__(self, slots: Sequence[_Slot | None], tokens_B: Tensor) -> None:
         self.slots = slots
         self._event: torch.Event | None = None
+        self._tokens = tokens_B  # a later prefill writes into it, but only where nothing is read any more
         if tokens_B.is_cuda:
             self._tokens = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
             self._tokens.copy_(tokens_B, non_blocking=True)
             self._event = torch.cuda.current_stream(tokens_B.device).record_event()
-        else:
-            self._tokens = tokens_B.clone()
 
     def read(self) -> list[int]:
         if self._event is not None:

@@ -71,15 +71,16 @@ class Reader:
         self,
         source: Source,
         done: Collection[int],
-        check: Callable[[Asked], None],
+        check_stop: Callable[[], None],
         *,
         last_turn_only: bool,
         near: NearDuplicates | None,
     ) -> None:
-        """done: records that are answered. check: raises LineError for what can't be answered."""
-        self._source, self._done, self._check = source, done, check
+        """done: records that are answered. check_stop: asked before each record; it may raise."""
+        self._source, self._done, self._check_stop = source, done, check_stop
         self._last_turn_only, self._near = last_turn_only, near
         self.records = 0
+        self._ended = False
         self.near_duplicates = 0
         self.reasons = Reasons()
         """Why records can't be answered."""
@@ -87,6 +88,7 @@ class Reader:
     def __iter__(self) -> Iterator[Asked]:
         """In the source's order. Raises DataError: it can't be read, or more than a tenth can't be answered."""
         for number, record in self._source.records():
+            self._check_stop()
             self.records += 1
             known = number in self._done
             if known and self._near is None:
@@ -95,23 +97,26 @@ class Reader:
                 if isinstance(record, LineError):
                     raise record
                 asked = asked_from(record, number, self._source.name, last_turn_only=self._last_turn_only)
-                if self._near is not None and not self._near.add(users_words(asked.turns)):
-                    self.near_duplicates += 1
-                elif not known:
-                    self._check(asked)
-                    yield asked
             except LineError as error:
                 self.refuse(number, str(error))
+                continue
+            if self._near is not None and not self._near.add(users_words(asked.turns)):
+                self.near_duplicates += 1
+            elif not known:
+                yield asked
+        self._ended = True
         self.verdict()
 
     def refuse(self, number: int, reason: str) -> None:
-        """Count a record that can't be answered. Raises DataError when most can't."""
+        """Count a record that can't be answered. Raises DataError when most can't, or a tenth of all."""
         self.reasons.add(number, reason)
+        if self._ended:
+            self.verdict()
         if self.reasons.count >= HOPELESS and 2 * self.reasons.count > self.records:
             raise DataError(self._told())
 
     def verdict(self) -> None:
-        """Raises DataError when more than a tenth can't be answered: once all is read, and once all is answered."""
+        """Raises DataError when more than a tenth of the records so far can't be answered."""
         if self.reasons.count > MOST_BAD * self.records:
             raise DataError(self._told())
 

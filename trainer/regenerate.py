@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.answering import Local, Manner
-from trainer.asked import Asked, Outcome
+from trainer.asked import Outcome
 from trainer.endpoint import Remote, endpoint_from, only_model
 from trainer.finished import Finished, FinishedError, differences
 from trainer.interrupts import Interrupted, interrupts
@@ -124,7 +124,6 @@ class Work:
         self.counts = Counts()
         self.seconds = {"prompts": 0.0, "answers": 0.0}
         self.source: Source | None = None
-        self.reader: Reader | None = None
         self.device = ""
         self.check_stop: Callable[[], None] = lambda: None
         """Raises Interrupted after Ctrl-C or SIGTERM."""
@@ -164,12 +163,13 @@ class Work:
                 return
             choose = sampling(self.manner.temperature, self.manner.top_p, self.manner.top_k)
             room = Room(target, options.batch, sampled=self.manner.temperature > 0 or self.source is None, say=tell)
-            local = Local(target, self.manner, choose, room)
             self.start_clock()
             if self.source is None:
-                self._answer_own(target, local, room, finished)
+                self._answer_own(target, Local(target, self.manner, choose, room), room, finished)
             else:
-                self._answer_data(local.check, lambda reader: local.answers(reader, lambda: self.late(1)), finished)
+                reader = self._reader(finished)
+                local = Local(target, self.manner, choose, room, refused=reader.refuse)
+                self._answer_data(reader, local.answers(reader, lambda: self.late(1)), finished)
 
     def _answer_own(self, target: TargetModel, local: Local, room: Room, finished: Finished) -> None:
         options, path = self.options, part_of(self.options.out, "prompts.part")
@@ -214,38 +214,26 @@ class Work:
         with interrupts() as self.check_stop, self._files(model=model) as finished:
             if finished is None:
                 return
-
-            def refused(number: int, why: str) -> None:
-                assert self.reader is not None
-                self.reader.refuse(number, why)
-
-            remote = Remote(endpoint, model, self.manner, concurrency=options.concurrency, failed=refused)
             self.start_clock()
-            self._answer_data(remote.check, lambda reader: remote.answers(reader, lambda: self.late(1)), finished)
+            reader = self._reader(finished)
+            remote = Remote(endpoint, model, self.manner, concurrency=options.concurrency, refused=reader.refuse)
+            self._answer_data(reader, remote.answers(reader, lambda: self.late(1)), finished)
 
     # --- by either ---
 
-    def _answer_data(
-        self,
-        check: Callable[[Asked], None],
-        answers: Callable[[Iterable[Asked]], Iterator[Outcome]],
-        finished: Finished,
-    ) -> None:
+    def _reader(self, finished: Finished) -> Reader:
         assert self.source is not None
         share = self.options.drop_near_duplicates
-
-        def checked(asked: Asked) -> None:
-            self.check_stop()
-            check(asked)
-
-        self.reader = reader = Reader(
+        return Reader(
             self.source,
             finished.numbers,
-            checked,
+            self.check_stop,
             last_turn_only=self.options.last_turn_only,
             near=None if share is None else NearDuplicates(share),
         )
-        self._write(answers(reader), finished)
+
+    def _answer_data(self, reader: Reader, outcomes: Iterator[Outcome], finished: Finished) -> None:
+        self._write(outcomes, finished)
         reader.verdict()
         self.counts.near_duplicates = reader.near_duplicates
         self.counts.unanswerable = reader.reasons.count
@@ -370,7 +358,7 @@ def is_whole(out: Path, settings: Mapping[str, Any], part: Path) -> bool:
 @contextmanager
 def in_place_of(path: Path) -> Generator[TextIO]:
     """A file that takes the place of `path` when the block ends well; after an error `path` is as it was."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.new")
     try:
         with new.open("w", encoding="utf-8") as file:
             yield file

@@ -398,7 +398,7 @@ def test_a_request_that_is_refused_is_counted(
 
 def test_when_a_tenth_is_refused_it_ends(server: Server, tmp_path: Path) -> None:
     server.always = lambda h, _: h.say({"error": {"message": "unknown argument"}}, 400)
-    with pytest.raises(ValueError, match=r"20 of 20 records can't be answered; 20 times: .*unknown argument"):
+    with pytest.raises(ValueError, match=r"3 of 20 records can't be answered; 3 times: .*unknown argument"):
         run(server, tmp_path)
 
 
@@ -447,7 +447,7 @@ def test_it_ends_while_a_request_hangs(server: Server) -> None:
     """Left by an exception, it waits for no answer."""
     server.gate = threading.Event()
     asked = [Asked(n, "", [[{"role": "user", "content": "q"}]]) for n in range(5)]
-    remote = Remote(endpoint_from(server.url, 60.0), "m", Manner(), concurrency=3, failed=lambda number, why: None)
+    remote = Remote(endpoint_from(server.url, 60.0), "m", Manner(), concurrency=3, refused=lambda number, why: None)
 
     class Ended(Exception):
         pass

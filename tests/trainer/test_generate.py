@@ -91,6 +91,12 @@ def test_long_prompts_are_filled_in_by_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert len(sizes) > 3 and max(sizes) <= 150
 
 
+def test_a_slot_that_idles_for_long_stays_in_its_buffer() -> None:
+    target = talkative()
+    found = by_index(generate(target, [[5] * 60] * 3, 70, frozenset(), slots=2))
+    assert [len(one.tokens) for one in found] == [70] * 3 and found[0].tokens == found[2].tokens
+
+
 def test_stopping_ends_what_is_under_way_and_begins_nothing() -> None:
     target = talkative()
     asked: list[None] = []

@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +165,14 @@ def test_turns_are_answered_in_order_each_behind_the_new_ones_before(monkeypatch
 def test_a_conversation_that_no_longer_fits_ends_before() -> None:
     target = talkative()
     longest = target.longest - 20 - len(prompt_tokens(target.tokenizer, plain("")))
-    maker = local(target, limit=20, least=1)
-    maker.check(Asked(0, "", [plain("x" * longest)]))
-    with pytest.raises(LineError, match="1005 tokens, with 20 new ones more than the 1024 that the target has"):
-        maker.check(Asked(0, "", [plain("x" * (longest + 1))]))
+    told: list[tuple[int, str]] = []
+    maker = Local(
+        target, Manner(limit=20, least=1), greedy, Room(target, 8, sampled=False, say=print),
+        refused=lambda number, why: told.append((number, why)),
+    )  # fmt: skip
+    edge = [Asked(n, "", [plain("x" * (longest + n))]) for n in range(2)]
+    assert [one.number for one in maker.answers(edge, lambda: False)] == [0]
+    assert told == [(1, "1005 tokens, with 20 new ones more than the 1024 that the target has")]
     asked = [Asked(n, "", [plain("ab" * n), plain("x" * longest)]) for n in range(1, 20)]
     ended = [one for one in maker.answers(asked, lambda: False) if one.dropped == "too_long"]
     assert ended and all(one.row and len(one.row["messages"]) == 2 and one.answers == 1 for one in ended)
@@ -401,13 +405,13 @@ def test_the_same_command_goes_on_with_what_is_missing(
     assert numbers != sorted(numbers)  # as they finished
     part(out).write_bytes(b"".join(lines)[:-5])  # the last one was being written
     asked: list[int] = []
-    prompt = Local._prompt
+    prompts = Local._prompts
 
-    def seen(self: Local, one: Asked) -> list[int]:
-        asked.append(one.number)
-        return prompt(self, one)
+    def seen(self: Local, some: Sequence[Asked]) -> Any:
+        asked.extend(one.number for one in some)
+        return prompts(self, some)
 
-    monkeypatch.setattr(Local, "_prompt", seen)
+    monkeypatch.setattr(Local, "_prompts", seen)
     resumed = run(saved, out, prompts=("--data", str(data)))
     assert set(asked) == set(range(1, 31)) - set(numbers[:12])
     said = capsys.readouterr().err
@@ -496,7 +500,7 @@ while True:
     if kinds:
         # At a random moment: some bytes after the file was begun, or gone on with.
         size = lambda: part and sum(p.stat().st_size for p in Path(part).parent.glob("*.part"))
-        begin, more = size(), draw.randint(1, 2500)
+        begin, more = size(), draw.randint(1, 1500)
         while status is None and size() < begin + more:
             found = os.waitpid(child, os.WNOHANG)
             status = found[1] if found[0] else None
@@ -531,10 +535,10 @@ def test_however_it_ends_nothing_is_lost_and_nothing_changes(
     saved: Path, tmp_path: Path, soak: bool, source: str, ends: list[int]
 ) -> None:
     draw = random.Random(3)
-    words = ["".join(draw.choices("abcdefgh ", k=12)) for _ in range(200)]
-    turns = [{"messages": [m for text in words[n : n + 2] for m in (*plain(text), SAID)]} for n in range(0, 200, 2)]
+    words = ["".join(draw.choices("abcdefgh ", k=12)) for _ in range(120)]
+    turns = [{"messages": [m for text in words[n : n + 2] for m in (*plain(text), SAID)]} for n in range(0, 120, 2)]
     data = write_rows(tmp_path / "data.jsonl", turns)
-    prompts = ("--data", str(data)) if source == "data" else ("--self-prompts", "90")
+    prompts = ("--data", str(data)) if source == "data" else ("--self-prompts", "60")
     more = ["--temperature", "0.8", "--batch", "3", "--device", "cpu"]
     whole = run(saved, tmp_path / "whole.jsonl", *more, prompts=prompts)
     out = tmp_path / "out.jsonl"
@@ -542,7 +546,7 @@ def test_however_it_ends_nothing_is_lost_and_nothing_changes(
     codes, said = forked(["--target", str(saved), *prompts, "--out", str(out), *SHORT, *more], out, ends)
     told = {KILL: -KILL, CTRL_C: 130, TERM: 143}
     assert codes[-1] == 0 and codes[:-1] == [told[end] for end in ends][: len(codes) - 1] and len(codes) > 2
-    assert rows_of(out) == whole and len(whole) > 5, said
+    assert rows_of(out) == whole and len(whole) > 3, said
     assert not list(tmp_path.glob("*part*"))
     if source == "data":
         for name in ("Ctrl-C", "SIGTERM"):
