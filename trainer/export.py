@@ -23,11 +23,21 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import CONFIG_FILE, MODEL_FILE, STATE_FILE, CheckpointError, damage, load_drafter
+from trainer.checkpoint import (
+    CONFIG_FILE,
+    MODEL_FILE,
+    STATE_FILE,
+    CheckpointError,
+    damage,
+    load_drafter,
+    newest_good_checkpoint,
+    read_best,
+)
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.files import built_beside, names_in, save_tensors, write_synced
 from trainer.readback import Format, write_probe
+from trainer.records import RunDir
 from trainer.speculators import EMBEDDING, HEAD, is_speculators, to_speculators
 
 MODELLING = Path(__file__).parent / "remote_code" / "dflash.py"
@@ -68,6 +78,23 @@ def export(
         if to == "hf":
             write_synced(building / MODELLING.name, MODELLING.read_bytes())
         read_back(building, model, head_VH, dtype, to)
+
+
+def chosen(folder: Path) -> tuple[Path, str | None]:
+    """What to export, and why: of a run's folder its best checkpoint, or the newest where none was measured.
+
+    Raises CheckpointError when a run has no good one.
+    """
+    checkpoints = RunDir(folder).checkpoints
+    if not checkpoints.is_dir():
+        return folder, None
+    if best := read_best(checkpoints):
+        how = "decoded" if best.measured == "decoded" else "by a walk through the held-out answers"
+        return checkpoints / best.name, f"{best.name}, the run's best: {best.score:.2f} tokens a cycle, {how}"
+    newest = newest_good_checkpoint(checkpoints, lambda line: None)
+    if newest is None:
+        raise CheckpointError(f"no checkpoint in {checkpoints}")
+    return newest, f"{newest.name}, the run's newest: none was measured on held-out data"
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -133,22 +160,22 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m trainer export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a drafter")
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, of a drafter, or of a run: its best one")
     parser.add_argument("folder", type=Path, help="where the export shall be; an older export there is replaced")
     parser.add_argument("--to", choices=("hf", "speculators"), default="hf", help="the format (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
     parser.add_argument("--target", help="folder or hub name of the target model, for --to speculators")
     parser.add_argument("--verifier", help="name of the target in the config, when servers find it elsewhere")
     options = parser.parse_args(words)
-    signal.signal(signal.SIGTERM, _stop)  # so that what is half done goes away
-    export(
-        options.checkpoint,
-        options.folder,
-        cast(Format, options.to),
-        getattr(torch, options.dtype),
-        target=options.target,
-        verifier=options.verifier,
-    )
+    checkpoint, why = chosen(options.checkpoint)
+    if why:
+        print(f"exporting {why}", flush=True)
+    before = signal.signal(signal.SIGTERM, _stop)  # so that what is half done goes away
+    try:
+        to, dtype = cast(Format, options.to), getattr(torch, options.dtype)
+        export(checkpoint, options.folder, to, dtype, target=options.target, verifier=options.verifier)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"wrote {options.folder}: read back in a fresh process, logits equal")
     return 0
 

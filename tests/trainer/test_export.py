@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoint import at, trained
+from test_checkpoint import at, learn, trained
 from tiny_drafters import CONFIG, KINDS, LLAMA3, YARN, drafter
 
 from trainer import export as module
 from trainer.__main__ import main
-from trainer.checkpoint import CheckpointError, load_drafter, save_checkpoint, save_drafter
+from trainer.checkpoint import CheckpointError, Score, load_drafter, save_checkpoint, save_drafter
 from trainer.draft import DraftModel
 from trainer.draft_config import FULL, SLIDING, DraftConfig
 from trainer.export import MODELLING, export
@@ -200,6 +200,28 @@ def test_only_an_export_is_replaced_and_as_a_whole(tmp_path: Path, here: None) -
     assert (out / "notes.txt").exists() and (tmp_path / "model/config.json").exists()
 
 
+def test_of_a_run_the_best_checkpoint_is_exported_or_the_newest(
+    tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = trained(1)
+    for step, score in enumerate([Score(3.0, "decoded"), None], start=1):
+        save_checkpoint(tmp_path / "run/checkpoints", model, optimizer, at(step), keep=1, score=score)
+        learn(model, optimizer)
+    for name, why in (
+        ("step-00000001", "the run's best: 3.00 tokens a cycle, decoded"),
+        ("step-00000002", "the run's newest: none was measured on held-out data"),
+    ):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+        assert capsys.readouterr().out.startswith(f"exporting {name}, {why}\n")
+        its = load_file(tmp_path / "run/checkpoints" / name / "model.safetensors")
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["fc.weight"], its["fc.weight"])
+        (tmp_path / "run/checkpoints/best.json").unlink(missing_ok=True)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    (tmp_path / "run/checkpoints").mkdir()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert "no checkpoint in" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     checkpoint = save_checkpoint(tmp_path / "run", model, optimizer, at(1), keep=1)
@@ -219,11 +241,9 @@ def test_sigterm_while_it_is_read_back_leaves_nothing(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(module, "read_back", stopped)
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            main(["export", str(saved(tmp_path / "drafter")), str(tmp_path / "out")])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit) as caught:
+        main(["export", str(saved(tmp_path / "drafter")), str(tmp_path / "out")])
+    assert signal.getsignal(signal.SIGTERM) == before
     assert caught.value.code == 128 + signal.SIGTERM and built == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
