@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -559,3 +560,12 @@ def test_one_process_at_a_time(saved: Path, tmp_path: Path, broken: Callable[...
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="is being written by another process"):
             run(saved, out, prompts=("--data", str(data)))
+
+
+def test_the_benchmark_compares_equal_answers(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "regenerate.py"))
+    sizes = ["--prompts", "12", "--theirs", "6", "--max-new-tokens", "9", "--rounds", "2"]
+    assert script["main"](["--target", str(saved), "--device", "cpu", "--dtype", "float32", *sizes]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["equal_answers"] == found["compared_answers"] == 12
+    assert len(found["rounds"]) == 2 and all(one["ours"] > 0 and one["ratio"] > 0 for one in found["rounds"])
