@@ -1,8 +1,6 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# (transformers gives its tokenizers no types)
-"""One record of a data file: its conversation, and that as tokens with the assistant's own marked.
+"""One record of a data file, as a conversation.
 
-    document = document_from(b'{"messages": [...]}', tokenizer, ends, last_turn_only=False)
+    talk = talk_from(b'{"messages": [...]}')
 
 Three forms are read: {"messages": [{"role", "content"}]}, ShareGPT's {"conversations": [{"from", "value"}]}, and
 {"prompt", "response"}, where the prompt is a text or a list of messages and the response alone is learned. A text may
@@ -11,16 +9,9 @@ beside the answer, roles out of order) is refused with the reason, and the rest 
 """
 
 import json
-import unicodedata
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-
-import numpy as np
-import numpy.typing as npt
-
-from trainer.chat import ChatError, render, tokens_of
 
 ROLES = {
     "system": "system",
@@ -41,12 +32,21 @@ NOT_TEXT = ("tools", "functions", "image", "images", "video", "videos", "audio",
 NOT_WRITTEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message for what the assistant said beside its text."""
 
-Bools = npt.NDArray[np.bool_]
-Integers = npt.NDArray[np.int64]
+MOST_SHOWN = 200  # characters of a reason
 
 
 class LineError(ValueError):
-    """A record that can't be learned from: the text says why."""
+    """A record that can't be learned from. Its text says why: printable, in one line, whatever the record holds."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(one_line(reason))
+
+
+def one_line(text: str) -> str:
+    """A text for logs and files: what can't be printed or written is escaped, and it ends somewhere."""
+    begin = text[: MOST_SHOWN + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in begin)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -55,40 +55,6 @@ class Talk:
 
     messages: list[dict[str, str]]
     turns: list[int]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A conversation as tokens."""
-
-    ids: Integers
-    loss_mask: Bools  # the assistant's tokens, end of turn included
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-def document_from(
-    record: bytes | Mapping[str, Any], tokenizer: Any, ends: Collection[int], *, last_turn_only: bool
-) -> Document:
-    """One conversation as tokens; `ends` are the tokens that end an answer. Raises LineError with the reason."""
-    talk = talk_from(record)
-    turns = talk.turns[-1:] if last_turn_only else talk.turns
-    if not turns:
-        raise LineError("no message of the assistant")
-    pieces = list(segments(talk.messages, turns, tokenizer))
-    tokens = tokens_alone(pieces, tokenizer)
-    text = "".join(piece for piece, _ in pieces)
-    if not same_text(decoded(tokenizer, [id for new in tokens for id in new]), text):
-        tokens = tokens_in_context(pieces, tokenizer) or tokens
-    loss_mask: list[bool] = []
-    for new, (_, answer) in zip(tokens, pieces, strict=True):
-        supervised = 0 if answer is None else supervised_tokens(new, answer, tokenizer, ends)
-        loss_mask += [i < supervised for i in range(len(new))]
-    return Document(np.array([id for new in tokens for id in new], dtype=np.int64), np.array(loss_mask, dtype=np.bool_))
-
-
-# --- from a record to messages ---
 
 
 def talk_from(record: bytes | Mapping[str, Any]) -> Talk:
@@ -108,7 +74,7 @@ def talk_from(record: bytes | Mapping[str, Any]) -> Talk:
         messages.append({"role": "assistant", "content": text_of(found["response"], "response")})
         learned = range(len(messages) - 1, len(messages))
     else:
-        keys = ", ".join(sorted(map(str, found))[:8]) or "none"
+        keys = ", ".join(sorted(str(key) for key, value in found.items() if value is not None)[:8]) or "none"
         raise LineError(f"no messages, no conversations, no prompt with response; its keys: {keys}")
     turns = [i for i in learned if messages[i]["role"] == "assistant"]
     system = found.get("system")
@@ -144,14 +110,17 @@ def parsed(line: bytes) -> Mapping[str, Any]:
     except ValueError as error:  # a number of thousands of digits
         raise LineError(f"not readable: {error}") from error
     if not isinstance(found, dict):
-        raise LineError(f"a JSON {kind(found)}, not an object")
+        raise LineError(f"{kind(found)}, not an object")
     return cast("dict[str, Any]", found)
 
 
 def prompt_messages(prompt: object) -> list[dict[str, str]]:
     """A prompt as messages: a text, or its text parts, is the user's."""
-    if isinstance(prompt, list | tuple) and any(isinstance(part, Mapping) and is_message(part) for part in prompt):
-        return messages_from(prompt, "prompt")
+    if isinstance(prompt, list | tuple):
+        parts = cast("Sequence[object]", prompt)
+        if any(isinstance(part, Mapping) and is_message(cast("Mapping[str, Any]", part)) for part in parts):
+            return messages_from(parts, "prompt")
+        return [{"role": "user", "content": text_of(parts, "prompt")}]
     return [{"role": "user", "content": text_of(prompt, "prompt")}]
 
 
@@ -162,25 +131,25 @@ def is_message(part: Mapping[str, Any]) -> bool:
 def messages_from(found: object, place: str) -> list[dict[str, str]]:
     """The messages of a list, with roles and texts in our words. Raises LineError naming the message."""
     if not isinstance(found, list | tuple):
-        raise LineError(f"{place}: a {kind(found)}, not a list")
+        raise LineError(f"{place}: {kind(found)}, not a list")
     messages: list[dict[str, str]] = []
     for number, message in enumerate(cast("Sequence[object]", found)):
         here = f"{place}.{number}"
         if not isinstance(message, Mapping):
-            raise LineError(f"{here}: a {kind(message)}, not an object")
+            raise LineError(f"{here}: {kind(message)}, not an object")
         fields = cast("Mapping[str, Any]", message)
         for key in (*NOT_WRITTEN, *NOT_TEXT):
             if not empty(fields.get(key)):
                 raise LineError(f"{here}: it has {key}, which can't be learned")
         if fields.get("weight") not in (None, 1):
-            raise LineError(f"{here}: weight {fields['weight']!r}: single turns can't be weighed")
+            raise LineError(f"{here}: weight {shortened(fields['weight'])}: single turns can't be weighed")
         role = one_of(fields, ("role", "from"), here)
         known = ROLES.get(role.strip().lower()) if isinstance(role, str) else None
         if known is None:
             raise LineError(f"{here}: unknown role {shortened(role)}")
         text = text_of(one_of(fields, ("content", "value"), here), f"{here}.content")
-        name = fields.get("name")
-        messages.append({"role": known, "content": text} | ({"name": name} if isinstance(name, str) and name else {}))
+        name = text_of(fields["name"], f"{here}.name") if isinstance(fields.get("name"), str) else ""
+        messages.append({"role": known, "content": text} | ({"name": name} if name else {}))
     return messages
 
 
@@ -199,7 +168,7 @@ def text_of(content: object, place: str) -> str:
         parts = cast("Sequence[object]", content)
         return "".join(part_text(part, f"{place}.{number}") for number, part in enumerate(parts))
     if not isinstance(content, str):
-        raise LineError(f"{place}: a {kind(content)}, not a text")
+        raise LineError(f"{place}: {kind(content)}, not a text")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -219,7 +188,7 @@ def part_text(part: object, place: str) -> str:
             raise LineError(f"{place}: a part with {', '.join(sorted(map(str, fields))) or 'nothing'}, not text alone")
         part = fields["text"]
     if not isinstance(part, str):
-        raise LineError(f"{place}: a {kind(part)}, not a text")
+        raise LineError(f"{place}: {kind(part)}, not a text")
     return text_of(part, place)
 
 
@@ -243,101 +212,19 @@ def empty(value: object) -> bool:
 def kind(value: object) -> str:
     """What a value is, in words."""
     names: list[tuple[type, str]] = [
-        (Mapping, "object"),
-        (list, "list"),
-        (tuple, "list"),
-        (str, "text"),
-        (bool, "truth value"),
-        (int, "number"),
-        (float, "number"),
+        (Mapping, "an object"),
+        (list, "a list"),
+        (tuple, "a list"),
+        (str, "a text"),
+        (bool, "a truth value"),
+        (int, "a number"),
+        (float, "a number"),
     ]
-    return (
-        "null" if value is None else next((name for of, name in names if isinstance(value, of)), type(value).__name__)
-    )
+    if value is None:
+        return "null"
+    return next((name for of, name in names if isinstance(value, of)), f"a {type(value).__name__}")
 
 
 def shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-# --- from messages to tokens ---
-
-
-def segments(
-    messages: Sequence[Mapping[str, str]], turns: Sequence[int], tokenizer: Any
-) -> Iterable[tuple[str, str | None]]:
-    """The conversation's text by the chat template, cut where answers begin and end: (text, the answer in it or None).
-
-    Each piece is tokenised alone, as it is while decoding: the prompt up to the answer's first token, then the answer.
-    So mask and tokens are aligned by construction. Raises LineError when the template writes the same messages
-    otherwise once more follow, as some do with the thinking of earlier turns.
-    """
-    done = ""
-    for turn in turns:
-        try:
-            before = render(tokenizer, messages[:turn], answer_follows=True)
-            after = render(tokenizer, messages[: turn + 1], answer_follows=False)
-        except ChatError as error:
-            raise LineError(str(error)) from error
-        if not (before.startswith(done) and after.startswith(before)):
-            raise LineError("the chat template rewrites earlier turns or its own prompt; data.last_turn_only may help")
-        yield before[len(done) :], None
-        yield after[len(before) :], messages[turn]["content"]
-        done = after
-
-
-def tokens_alone(pieces: Sequence[tuple[str, str | None]], tokenizer: Any) -> list[list[int]]:
-    """Each piece's tokens, as if nothing came before it."""
-    return [tokens_of(tokenizer, piece) for piece, _ in pieces]
-
-
-def tokens_in_context(pieces: Sequence[tuple[str, str | None]], tokenizer: Any) -> list[list[int]] | None:
-    """Each piece's tokens behind those before it, for tokenizers that put a space before the first word of any text.
-
-    None when what comes after changes the tokens before: a prompt must have the tokens that it has alone.
-    """
-    text, ids, found = "", list[int](), list[list[int]]()
-    for piece, _ in pieces:
-        text += piece
-        whole = tokens_of(tokenizer, text)
-        if whole[: len(ids)] != ids:
-            return None
-        found.append(whole[len(ids) :])
-        ids = whole
-    return found
-
-
-def supervised_tokens(ids: Sequence[int], answer: str, tokenizer: Any, ends: Collection[int]) -> int:
-    """How many tokens of an answer's piece the model makes itself: the answer and the end token behind it.
-
-    What the template adds after that, and all it adds where there is no end token, is not learned. Raises LineError
-    when the tokens don't decode to the answer, or to more, or when the answer has an end in its middle.
-    """
-    wanted = composed(answer).strip()
-
-    def begin(count: int) -> str:
-        return composed(decoded(tokenizer, ids[:count])).strip()
-
-    if not begin(len(ids)).startswith(wanted):
-        raise LineError("its supervised tokens don't decode to the answer")
-    said = bisect_left(range(len(ids)), True, key=lambda count: begin(count).startswith(wanted))
-    if begin(said) != wanted:
-        raise LineError("the answer's last token holds what the chat template writes behind it, too")
-    end = next((id for id in ids[:said] if id in ends), None)
-    if end is not None:
-        raise LineError(f"the answer goes on behind its end token {decoded(tokenizer, [end])!r}")
-    return next((index + 1 for index in range(said, len(ids)) if ids[index] in ends), said)
-
-
-def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-def composed(text: str) -> str:
-    """Accents joined to their letters, as Qwen's tokenizers do before anything else."""
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
-
-
-def same_text(one: str, other: str) -> bool:
-    return composed(one) == composed(other)

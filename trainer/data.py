@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from trainer.conversations import Bools, Document, Integers
+from trainer.documents import Bools, Document, Integers
 from trainer.prepared import SLICE, DataError, Prepared
 from trainer.shuffle import Permutation
 
@@ -134,6 +134,12 @@ class Rows:
             )
         lines.append(f"{name}: about {self.about_rows:,} rows an epoch, {self.fill:.1%} full")
         return tuple(lines)
+
+    @property
+    def packing(self) -> str:
+        """What a cursor is a place in, beside the documents: another packing has other rows there."""
+        order = f"shuffled by seed {self._seed}" if self._shuffle else "in their own order"
+        return f"rows of {self.row_tokens} tokens, {order}"
 
     def row(self, cursor: Cursor) -> tuple[Row, Cursor]:
         """The row at a cursor, and the next one's cursor. One beyond what is there now goes on behind it."""

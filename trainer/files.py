@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainer.locks import locked
+
 
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
@@ -62,24 +64,27 @@ def sync(path: Path) -> None:
 def built_beside(folder: Path) -> Generator[Path]:
     """A temporary folder beside `folder`, which takes its place at the end of the block; an error leaves no trace.
 
-    What is at `folder` steps aside first and goes away after.
+    What is at `folder` steps aside first and goes away after. Raises Locked when another process is building it.
     """
     make_synced(folder.parent)
     building, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
-    for leftover in (building, old):
-        remove(leftover)
-    building.mkdir()
-    try:
-        yield building
-        sync(building)
-    except BaseException:
-        remove(building)
-        raise
-    if os.path.lexists(folder):
-        folder.rename(old)
-    building.rename(folder)
-    sync(folder.parent)
-    remove(old)
+    with locked(folder.with_name(f".{folder.name}.lock"), str(folder)):
+        for leftover in (building, old):
+            remove(leftover)
+        building.mkdir()
+        try:
+            yield building
+            sync(building)
+            if os.path.lexists(folder):
+                folder.rename(old)
+            building.rename(folder)
+        except BaseException:
+            remove(building)
+            if os.path.lexists(old) and not os.path.lexists(folder):
+                old.rename(folder)
+            raise
+        sync(folder.parent)
+        remove(old)
 
 
 def remove(path: Path) -> None:

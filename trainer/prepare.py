@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,10 @@ import numpy.typing as npt
 from trainer.arguments import at_least_one
 from trainer.chat import tokens_of
 from trainer.files import built_beside, sync, write_synced
+from trainer.interrupts import Interrupted, interrupts
+from trainer.locks import Locked
 from trainer.prepared import (
+    FILES,
     META,
     DataError,
     Dropped,
@@ -41,13 +44,15 @@ from trainer.prepared import (
     open_prepared,
 )
 from trainer.prepared import Source as SourceMark
-from trainer.sources import Source, open_source
-from trainer.tokenise import Tokens, outcomes
+from trainer.sources import NAMED, Source, open_source
+from trainer.tokenise import Check, Tokens, outcomes
 
 MOST_BAD = 0.1  # share of records that can't be used above which a source is refused
 HOPELESS = 1000  # as many bad records, if they are the half of all so far, end the reading early
 SHOWN = 5  # reasons and lines that are named one by one
-KINDS = 50  # reasons that are counted apart
+KINDS = 25  # reasons that are counted apart; as many more without the words that they quote
+ALIKE = ", or the like"  # of a reason that stands for others with other numbers or words
+OTHERS = "other reasons"
 INLINE_BYTES = 32 * 2**20  # a smaller source is not worth the start of workers
 TICK_S = 10.0  # seconds between two lines of progress
 
@@ -67,32 +72,43 @@ def prepared_data(
     workers: int | None = None,
     say: Say = lambda _: None,
     progress: Say = lambda _: None,
+    check: Check = lambda: None,
 ) -> Prepared:
     """Data of a config, prepared: the folder that `path` names, or one made of it in `into`, if it isn't there yet.
 
     end_tokens: those that end the target's answers, beside the tokenizer's own; vocab_size: the target's. workers None:
-    as the source's size suggests. `say` gets what was left out and why, a line each.
+    as the source's size suggests. `say` gets what was read, left out and why, a line each. `check` is called again and
+    again; it may raise what ends the preparation, of which nothing stays.
 
-    Raises DataError: the data can't be read, has more than 10% bad records or nothing to learn from; the tokenizer has
-    no chat template; the data was prepared for another tokenizer, or has a token that the target hasn't.
+    Raises Locked: another process is making this folder. Raises DataError: the data can't be read, has more than 10%
+    bad records or nothing to learn from; the tokenizer has no chat template; the data was prepared for another
+    tokenizer, or has a token that the target hasn't.
     """
     if not tokenizer.chat_template:
         raise DataError(
             "the target's tokenizer has no chat template, so its conversations can't be written as it saw them"
         )
-    path = Path(path).expanduser()
+    path, into = Path(path).expanduser(), into.expanduser().resolve()  # a link stays, what it leads to is replaced
+    check()
     mark = fingerprint(tokenizer)
     ends = sorted({int(end) for end in (tokenizer.eos_token_id, *end_tokens) if end is not None})
     settings = Settings(last_turn_only=last_turn_only, end_tokens=tuple(ends))
     if (path / META).is_file():
-        prepared = open_prepared(path)
+        prepared = open_prepared(path, check=check)
         check_made_for(prepared, mark, settings)
     else:
         source = open_source(path)
-        prepared = reusable(into, source, mark, settings)
+        if source.listed:
+            say(source.listed)
+        prepared = reusable(into, source, mark, settings, check)
         if prepared is None:
-            write(source, tokenizer, into, mark, settings, workers or suggested_workers(source), progress)
-            prepared = open_prepared(into)
+            try:
+                write(source, tokenizer, into, mark, settings, workers or suggested_workers(source), progress, check)
+            except Locked:
+                raise
+            except OSError as error:  # a full disk does not say where
+                raise DataError(f"prepared data can't be written to {into}: {error.strerror or error}") from error
+            prepared = open_prepared(into, check=check)
     highest = int(np.flatnonzero(prepared.counts).max(initial=0))
     if vocab_size is not None and highest >= vocab_size:
         raise DataError(
@@ -129,18 +145,33 @@ def check_made_for(prepared: Prepared, mark: Fingerprint, settings: Settings) ->
             )
 
 
-def reusable(into: Path, source: Source, mark: Fingerprint, settings: Settings) -> Prepared | None:
+def check_path(path: Path | str) -> None:
+    """That data is there and of a kind that can be read, as far as a look tells. Raises DataError."""
+    path = Path(path).expanduser()
+    if (path / META).is_file():
+        open_prepared(path, verify=False)
+    else:
+        open_source(path)
+
+
+def reusable(
+    into: Path, source: Source, mark: Fingerprint, settings: Settings, check: Check = lambda: None
+) -> Prepared | None:
     """What lies in `into`, if it is whole and was made of just this. Raises DataError when it is something else."""
     if not into.exists() or (into.is_dir() and not any(into.iterdir())):
         return None
     if not (into / META).is_file():
         raise DataError(f"{into} is not prepared data: it will not be replaced")
     try:
-        found = open_prepared(into)
+        found = open_prepared(into, verify=False)
+        if found.meta.tokenizer != mark or found.meta.settings != settings:
+            return None
+        if found.meta.source.digest != source.digest(check):
+            return None
+        found.verify(check)
     except DataError:
         return None
-    same = found.meta.tokenizer == mark and found.meta.settings == settings
-    return found if same and found.meta.source.digest == source.digest() else None
+    return found
 
 
 def suggested_workers(source: Source) -> int:
@@ -160,10 +191,14 @@ class Reasons:
 
     def add(self, line: int, reason: str) -> None:
         self.count += 1
-        kind = re.sub(r"0x\w+|\d+|'.*'", "#", reason)  # the same fault in another place, or of another word
+        kind = re.sub(r"0x\w+|\d+", "#", reason)  # the same fault in another place
         if kind not in self._kinds and len(self._kinds) >= KINDS:
-            kind, reason = "", "other reasons"
+            kind = re.sub(r"'[^']*'", "'#'", kind)  # or of another word
+        if kind not in self._kinds and len(self._kinds) >= 2 * KINDS:
+            kind, reason = "", OTHERS
         first, count, lines = self._kinds.get(kind, (reason, 0, ()))
+        if reason != first and not first.endswith(ALIKE):
+            first += ALIKE
         self._kinds[kind] = first, count + 1, lines + (line,) * (len(lines) < SHOWN)
 
     def all(self) -> tuple[Dropped, ...]:
@@ -178,46 +213,56 @@ class Writer:
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder = folder
         with ExitStack() as opened:
-            self._ids, self._mask, self._offsets, self._first, self._lines = (
-                opened.enter_context((folder / f"{name}.bin").open("wb"))
-                for name in ("ids", "mask", "offsets", "first", "lines")
-            )
+            self._opened = {name: opened.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
             self._files = opened.pop_all()
         self._counts = np.zeros(vocabulary, dtype=np.int64)
         self._digest = hashlib.sha256()
-        self.documents = self.tokens = self.learned = self.wordless = 0
-        self._offsets.write(np.int64(0).tobytes())
+        self._hashes = {name: hashlib.sha256() for name in FILES}
+        self.documents = self.tokens = self.learned = self.wordless = self.split = self.split_documents = 0
+        self.wordless_lines: tuple[int, ...] = ()
+        self._write("offsets", np.int64(0))
 
-    def add(self, documents: Collection[tuple[int, Tokens]]) -> None:
-        """Writes documents with their lines; those with no place for an anchor are counted and left out."""
+    def add(self, records: Collection[tuple[int, Sequence[Tokens]]]) -> None:
+        """Writes records' documents with their lines; those with no place for an anchor are counted and left out."""
         kept: list[npt.NDArray[np.int32]] = []
-        for line, (ids, mask) in documents:
-            places = np.flatnonzero(mask[:-1] & mask[1:])
-            if not places.size:
+        for line, documents in records:
+            before = self.documents
+            for ids, mask in documents:
+                places = np.flatnonzero(mask[:-1] & mask[1:])
+                if not places.size:
+                    continue
+                kept.append(ids)
+                self.documents += 1
+                self.tokens += len(ids)
+                self.learned += int(np.count_nonzero(mask))
+                self._digest.update(self._write("ids", ids) + self._write("mask", mask))
+                self._digest.update(len(ids).to_bytes(8, "little"))
+                self._write("offsets", np.int64(self.tokens))
+                self._write("first", np.int32(places[0]))
+                self._write("lines", np.int64(line))
+            if self.documents == before:
                 self.wordless += 1
-                continue
-            kept.append(ids)
-            self.documents += 1
-            self.tokens += len(ids)
-            self.learned += int(mask.sum())
-            for file, values in ((self._ids, ids.astype("<i4")), (self._mask, mask)):
-                content = values.tobytes()
-                self._digest.update(content)
-                file.write(content)
-            self._digest.update(len(ids).to_bytes(8, "little"))
-            self._offsets.write(np.array(self.tokens, dtype="<i8").tobytes())
-            self._first.write(np.array(places[0], dtype="<i4").tobytes())
-            self._lines.write(np.array(line, dtype="<i8").tobytes())
+                self.wordless_lines += (line,) * (len(self.wordless_lines) < SHOWN)
+            elif len(documents) > 1:
+                self.split += 1
+                self.split_documents += self.documents - before
         if kept:
             self._counts += np.bincount(np.concatenate(kept), minlength=len(self._counts))
+
+    def _write(self, name: str, values: Any) -> bytes:
+        """Values at the end of a file, as its bytes."""
+        content: bytes = values.astype(FILES[name]).tobytes()
+        self._hashes[name].update(content)
+        self._opened[name].write(content)
+        return content
 
     def close(self) -> None:
         self._files.close()
 
     def finish(self, source: SourceMark, mark: Fingerprint, settings: Settings, records: int, reasons: Reasons) -> None:
         """Writes the last files, meta.json as the very last."""
+        self._write("counts", self._counts)
         self.close()
-        (self._folder / "counts.bin").write_bytes(self._counts.astype("<i8").tobytes())
         meta = Meta(
             source=source,
             tokenizer=mark,
@@ -228,6 +273,10 @@ class Writer:
             learned=self.learned,
             dropped=reasons.all(),
             wordless=self.wordless,
+            wordless_lines=self.wordless_lines,
+            split=self.split,
+            split_documents=self.split_documents,
+            files={f"{name}.bin": digest.hexdigest() for name, digest in self._hashes.items()},
             digest=self._digest.hexdigest(),
             bytes={},
         )
@@ -245,17 +294,19 @@ def write(
     settings: Settings,
     workers: int,
     progress: Say = lambda _: None,
+    check: Check = lambda: None,
 ) -> None:
     """Prepares a source into a folder; after an error the folder is as it was. Raises DataError."""
-    before = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
-    digest = source.digest()
     reasons = Reasons()
     records = 0
     said = time.monotonic()
-    with built_beside(folder.absolute()) as building, ExitStack() as closing:
+    with built_beside(folder) as building, ExitStack() as closing:
+        before = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+        digest = source.digest(check)
         writer = Writer(building, mark.vocabulary)
         closing.callback(writer.close)
-        for found in outcomes(source.records(), tokenizer, settings, workers):
+        for found in outcomes(source.records(), tokenizer, settings, workers, check):
+            check()
             records += len(found)
             for line, outcome in found:
                 if isinstance(outcome, str):
@@ -268,7 +319,13 @@ def write(
                 progress(
                     f"{source.name}: {records:,} records, {writer.documents:,} documents, {writer.tokens:,} tokens"
                 )
-        name = SourceMark(name=source.name, digest=digest, files=tuple(source.starts))
+        name = SourceMark(
+            name=source.name,
+            digest=digest,
+            files=tuple(source.starts),
+            unread=len(source.unread),
+            unread_names=tuple(source.unread[:NAMED]),
+        )
         if reasons.count > MOST_BAD * records:
             raise DataError(f"data {source.path}: {refusal(name, reasons, records)}")
         if not writer.documents:
@@ -281,7 +338,7 @@ def write(
 def refusal(source: SourceMark, reasons: Reasons, records: int) -> str:
     """Why a source with too many bad records is refused."""
     shown = [
-        f"{one.count:,} times: {one.reason} (line {', '.join(map(str, one.lines))}"
+        f"{one.count:,} times: {one.reason} ({', '.join(map(source.place, one.lines))}"
         f"{', ...' * (one.count > len(one.lines))})"
         for one in reasons.all()[:SHOWN]
     ]
@@ -310,6 +367,18 @@ def load_tokenizer(name: str) -> tuple[Any, list[int]]:
     return tokenizer, ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
+def vocabulary_size(name: str) -> int | None:
+    """How many tokens the target itself knows, by its config; None when that doesn't say it."""
+    from transformers import AutoConfig
+
+    from trainer.refused import text_config
+
+    try:
+        return int(text_config(AutoConfig.from_pretrained(str(Path(name).expanduser()))).vocab_size)
+    except Exception:  # transformers raises what it likes; a training tells
+        return None
+
+
 def _arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m trainer prepare", description="Conversations as a target's tokens, once, for trainings to read."
@@ -324,25 +393,35 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """0. Raises ValueError or OSError on bad input."""
+    """0; 128 and the signal's number after one that ended it. Raises ValueError or OSError on bad input."""
     options = _arguments(words)
-    tokenizer, ends = load_tokenizer(options.target)
-    prepared = prepared_data(
-        options.source,
-        tokenizer,
-        into=options.out,
-        last_turn_only=options.last_turn_only,
-        end_tokens=ends,
-        workers=options.workers,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-        progress=lambda line: print(f"prepare: {line}", file=sys.stderr, flush=True),
-    )
+    if (options.source / META).is_file():
+        raise DataError(f"{options.source} is prepared data already: name it in a config as it is")
+    check_path(options.source)
+    try:
+        with interrupts() as check:
+            tokenizer, ends = load_tokenizer(options.target)
+            prepared = prepared_data(
+                options.source,
+                tokenizer,
+                into=options.out,
+                last_turn_only=options.last_turn_only,
+                end_tokens=ends,
+                vocab_size=vocabulary_size(options.target),
+                workers=options.workers,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+                progress=lambda line: print(f"prepare: {line}", file=sys.stderr, flush=True),
+                check=check,
+            )
+    except Interrupted as interrupt:
+        print(f"prepare: stopped by {interrupt}; nothing was made", file=sys.stderr)
+        return 128 + interrupt.number
     meta = prepared.meta
     if options.json:
         print(json.dumps({"folder": str(prepared.folder), **meta.model_dump(mode="json")}))
     else:
         print(
-            f"{prepared.folder}: {meta.documents:,} conversations of {meta.records:,} records, {meta.tokens:,} tokens, "
+            f"{prepared.folder}: {meta.documents:,} documents of {meta.records:,} records, {meta.tokens:,} tokens, "
             f"{meta.learned:,} of them the assistant's"
         )
     return 0

@@ -1,6 +1,7 @@
 """A folder of prepared documents: what it holds, and how it is read without being loaded.
 
-meta.json     Meta: what was read, by which tokenizer, what was left out and why; sizes of the files; written last
+meta.json     Meta: what was read, by which tokenizer, what was left out and why; sizes and sha256 of the files;
+              written last
 ids.bin       int32, all documents' tokens one after another
 mask.bin      uint8, 1 where the assistant speaks
 offsets.bin   int64, where each document begins, and where the last one ends
@@ -11,6 +12,7 @@ counts.bin    int64, how often each token of the vocabulary occurs
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainer.conversations import Document
+from trainer.documents import Document
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: without the files' sha256
 META = "meta.json"
 FILES = {"ids": "<i4", "mask": "u1", "offsets": "<i8", "first": "<i4", "lines": "<i8", "counts": "<i8"}
 SLICE = 1 << 16  # values looked at together in a pass over all of them
+READ = 1 << 20  # bytes of a file that are hashed at a time
 
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
@@ -50,6 +53,15 @@ class Source(Part):
     name: str
     digest: str
     files: tuple[tuple[str, int], ...]
+    unread: int = 0
+    """Files of the folder that are of another kind."""
+    unread_names: tuple[str, ...] = ()
+    """The first of them."""
+
+    def place(self, line: int) -> str:
+        """Where a line stands: file and number."""
+        name, first = self.files[max(0, bisect_right([first for _, first in self.files], line) - 1)]
+        return f"{name}:{line - first + 1}"
 
 
 class Fingerprint(Part):
@@ -87,9 +99,16 @@ class Meta(Part):
     """Records that are no conversation that can be learned."""
     wordless: int
     """Conversations without an answer of two tokens."""
+    wordless_lines: tuple[int, ...] = ()
+    """The first of them."""
+    split: int = 0
+    """Conversations of which each answer made a document: the chat template writes earlier turns otherwise later."""
+    split_documents: int = 0
     digest: str
     """sha256 of all tokens and masks: tells whether two folders hold the same documents."""
     bytes: dict[str, int]
+    files: dict[str, str]
+    """sha256 of each."""
     own: str = ""
     """sha256 of this content with `own` empty."""
 
@@ -107,12 +126,39 @@ class Prepared:
     """A folder of documents, mapped into memory."""
 
     def __init__(self, folder: Path, meta: Meta) -> None:
+        """Raises DataError when the files don't fit each other."""
         self.folder, self.meta = folder, meta
         self._ids, self._mask, self._offsets, self._first, self._lines, counts = (
             np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in FILES.items()
         )
         self.counts: Integers = np.array(counts, dtype=np.int64)
         """How often each token occurs."""
+        sums = int(self._offsets[0]), int(self._offsets[-1]), int(self.counts.sum())
+        if sums != (0, meta.tokens, meta.tokens):
+            raise self._damaged("its files don't fit each other")
+
+    def verify(self, check: Callable[[], None] = lambda: None) -> None:
+        """Reads all of it, about a gigabyte a second. Raises DataError when it isn't what was written.
+
+        check: called now and then; it may raise what ends the reading.
+        """
+        arrays = self._ids, self._mask, self._offsets, self._first, self._lines, self.counts
+        learned = 0
+        for name, values in zip(FILES, arrays, strict=True):
+            digest = hashlib.sha256()
+            content = values.view(np.uint8)
+            for start in range(0, len(content), READ):
+                check()
+                part = content[start : start + READ]
+                digest.update(part.tobytes())
+                learned += int(np.count_nonzero(part)) if name == "mask" else 0
+            if digest.hexdigest() != self.meta.files.get(f"{name}.bin"):
+                raise self._damaged(f"{name}.bin is not what was written")
+        if learned != self.meta.learned:
+            raise self._damaged("its files don't fit each other")
+
+    def _damaged(self, why: str) -> DataError:
+        return DataError(f"prepared data {self.folder} is damaged: {why}; prepare it again: delete {self.folder}")
 
     def __len__(self) -> int:
         return self.meta.documents
@@ -128,23 +174,34 @@ class Prepared:
     @property
     def report(self) -> tuple[str, ...]:
         """What was left out and why, one line each."""
+        source = self.meta.source
         lines = [
-            f"left out {one.count:,} of {self.meta.records:,} records of {self.meta.source.name}: {one.reason} "
-            f"({', '.join(map(self.place, one.lines))}{', ...' if one.count > len(one.lines) else ''})"
+            f"left out {one.count:,} of {self.meta.records:,} records of {source.name}: {one.reason} "
+            f"({self._places(one.lines, one.count)})"
             for one in self.meta.dropped
         ]
         if self.meta.wordless:
             lines.append(
                 f"left out {self.meta.wordless:,} of {self.meta.records:,} records of {self.meta.source.name}: "
-                "no answer of two tokens"
+                f"no answer of two tokens ({self._places(self.meta.wordless_lines, self.meta.wordless)})"
             )
+        if self.meta.split:
+            lines.append(
+                f"{self.meta.split:,} of {self.meta.records:,} records of {self.meta.source.name} have a document for "
+                f"each answer, {self.meta.split_documents:,} in all: the chat template writes earlier turns otherwise "
+                f"once more follow"
+            )
+        if source.unread:
+            more = ", ..." if source.unread > len(source.unread_names) else ""
+            lines.append(f"not read in {source.name}: {', '.join(source.unread_names)}{more}")
         return tuple(lines)
+
+    def _places(self, lines: tuple[int, ...], count: int) -> str:
+        return f"{', '.join(map(self.place, lines))}{', ...' if count > len(lines) else ''}"
 
     def place(self, line: int) -> str:
         """Where a line stands: file and number."""
-        files = self.meta.source.files
-        name, first = files[max(0, bisect_right([first for _, first in files], line) - 1)]
-        return f"{name}:{line - first + 1}"
+        return self.meta.source.place(line)
 
     def lengths(self, documents: Integers) -> Integers:
         return self._offsets[documents + 1] - self._offsets[documents]
@@ -177,8 +234,11 @@ class Prepared:
         return "nowhere"
 
 
-def open_prepared(folder: Path) -> Prepared:
-    """Opens a folder that `prepare` has written. Raises DataError naming the folder and what is wrong with it."""
+def open_prepared(folder: Path, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> Prepared:
+    """Opens a folder that `prepare` has written. Raises DataError naming the folder and what is wrong with it.
+
+    verify: read all of it and hold it against its sha256; check: see Prepared.verify.
+    """
     try:
         content = (folder / META).read_bytes()
     except OSError as error:
@@ -190,6 +250,11 @@ def open_prepared(folder: Path) -> Prepared:
             raise DataError(
                 f"prepared data {folder}: schema_version {version} is newer than this trainer, "
                 f"which knows {SCHEMA_VERSION}"
+            )
+        if version < SCHEMA_VERSION:
+            raise DataError(
+                f"prepared data {folder}: schema_version {version} is of an older trainer, this one writes "
+                f"{SCHEMA_VERSION}: prepare it again"
             )
         meta = Meta.model_validate_json(content)
     except ValidationError as error:
@@ -206,7 +271,12 @@ def open_prepared(folder: Path) -> Prepared:
             raise DataError(f"prepared data {folder} is damaged: {name} {state}; {again}")
     if not meta.documents:
         raise DataError(f"prepared data {folder} has no documents")
-    return Prepared(folder, meta)
+    prepared = Prepared(folder, meta)
+    if verify:
+        prepared.verify(check)
+    if content != (folder / META).read_bytes():
+        raise DataError(f"prepared data {folder} was replaced while it was opened: begin again")
+    return prepared
 
 
 class _Version(BaseModel):

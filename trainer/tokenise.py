@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.conversations import LineError, document_from
+from trainer.conversations import LineError
+from trainer.documents import documents_from, special_texts
 from trainer.prepared import DataError, Settings
 from trainer.sources import Record
 
 CHUNK = 64  # records that a worker takes at a time
 CHUNK_BYTES = 2**20  # fewer, when they have more bytes than this together
+LOOK_S = 0.5  # seconds after which one who waits for a worker looks whether to stop
 
 Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]  # a document's ids and mask
-Outcome = tuple[int, Tokens | str]  # a record's number, and what came of it: tokens, or why there are none
+Outcome = tuple[int, list[Tokens] | str]  # a record's number, and what came of it: documents, or why there are none
+Check = Callable[[], None]  # looked at now and then; it raises what ends the preparation
 
 
 class Tokeniser:
@@ -31,18 +34,33 @@ class Tokeniser:
     def __init__(self, tokenizer: Any, settings: Settings) -> None:
         self._tokenizer, self._last_turn_only = tokenizer, settings.last_turn_only
         self._ends = frozenset(settings.end_tokens)
+        self._special = special_texts(tokenizer)
 
-    def __call__(self, records: Iterable[tuple[int, Record]]) -> list[Outcome]:
-        return [(number, self._one(record)) for number, record in records]
+    def __call__(self, records: Iterable[tuple[int, Record]], check: Check = lambda: None) -> list[Outcome]:
+        found: list[Outcome] = []
+        for number, record in records:
+            check()
+            found.append((number, self._one(record)))
+        return found
 
-    def _one(self, record: Record) -> Tokens | str:
+    def _one(self, record: Record) -> list[Tokens] | str:
+        """Whatever a record does to template and tokenizer is its own fault, and no reason to lose all others."""
         if isinstance(record, LineError):
             return str(record)
         try:
-            found = document_from(record, self._tokenizer, self._ends, last_turn_only=self._last_turn_only)
+            found = documents_from(
+                record, self._tokenizer, self._ends, last_turn_only=self._last_turn_only, special=self._special
+            )
         except LineError as error:
             return str(error)
-        return found.ids.astype(np.int32), found.loss_mask.astype(np.uint8)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            # A panic in tokenizers' Rust code is no Exception.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                return str(LineError(f"it can't be written as tokens: {type(error).__name__}: {error}"))
+            raise
+        return [(one.ids.astype(np.int32), one.loss_mask.astype(np.uint8)) for one in found]
 
 
 def chunks(records: Iterator[tuple[int, Record]]) -> Iterator[list[tuple[int, Record]]]:
@@ -60,23 +78,39 @@ def chunks(records: Iterator[tuple[int, Record]]) -> Iterator[list[tuple[int, Re
 
 
 def outcomes(
-    records: Iterator[tuple[int, Record]], tokenizer: Any, settings: Settings, workers: int
+    records: Iterator[tuple[int, Record]],
+    tokenizer: Any,
+    settings: Settings,
+    workers: int,
+    check: Check = lambda: None,
 ) -> Iterator[list[Outcome]]:
-    """What comes of the records, in their order, a chunk at a time; no more than a few chunks are under way."""
+    """What comes of the records, in their order, a chunk at a time; no more than a few chunks are under way.
+
+    Now and then an empty list comes while a worker is waited for. Raises DataError, and what `check` raises.
+    """
     if workers == 1:
-        yield from map(Tokeniser(tokenizer, settings), chunks(records))
+        tokeniser = Tokeniser(tokenizer, settings)
+        yield from (tokeniser(chunk, check) for chunk in chunks(records))
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (tokenizer, settings))
     try:
         under_way: deque[Future[list[Outcome]]] = deque()
         todo = chunks(records)
         while True:
+            check()
             for chunk in itertools.islice(todo, 2 * workers + 2 - len(under_way)):
                 under_way.append(pool.submit(_work, chunk))
             if not under_way:
                 return
-            yield under_way.popleft().result()
+            try:
+                found = under_way[0].result(LOOK_S)
+            except TimeoutError:
+                yield []
+                continue
+            under_way.popleft()
+            yield found
     except BrokenProcessPool as error:
+        check()  # a signal to the whole group ends workers, too
         raise DataError("a worker of prepare died; with less memory to spare, use fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,7 +7,7 @@ import pytest
 from tiny_targets import THINKING_TEMPLATE, tiny_target
 
 from trainer.chat import ChatError, prompt_tokens, render
-from trainer.conversations import document_from
+from trainer.documents import documents_from
 from trainer.target import TargetModel
 from trainer.turns import first_prompt, read_dialogues
 
@@ -25,7 +25,7 @@ def thinking() -> TargetModel:
 
 def test_a_thinking_template_gives_training_and_decoding_the_same_prompt(thinking: TargetModel, tmp_path: Path) -> None:
     tokenizer, line = thinking.tokenizer, json.dumps({"messages": TALK})
-    document = document_from(line.encode(), tokenizer, [tokenizer.eos_token_id], last_turn_only=False)
+    (document,) = documents_from(line.encode(), tokenizer, [tokenizer.eos_token_id], last_turn_only=False)
     first = int(document.loss_mask.argmax())
     assert tokenizer.decode(document.ids[document.loss_mask]) == "Hello.<|im_end|>"
     (tmp_path / "data.jsonl").write_text(line + "\n")

@@ -12,7 +12,8 @@ from tiny_targets import THINKING_TEMPLATE, real_model_folder, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.conversations import Document, LineError, document_from, talk_from
+from trainer.conversations import LineError, talk_from
+from trainer.documents import Document, documents_from
 
 CHAT = [("system", "Be brief."), ("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", " é\n")]
 
@@ -37,7 +38,8 @@ def line(*pairs: tuple[str, Any]) -> bytes:
 
 
 def read(record: bytes | dict[str, Any], tokenizer: Any, *, last: bool = False) -> Document:
-    return document_from(record, tokenizer, [tokenizer.eos_token_id], last_turn_only=last)
+    (document,) = documents_from(record, tokenizer, [tokenizer.eos_token_id], last_turn_only=last)
+    return document
 
 
 def learned(document: Document, tokenizer: Any) -> list[str]:
@@ -111,8 +113,8 @@ def test_a_name_reaches_the_template(own: Any) -> None:
     ("bad", "why"),
     [
         (b"{", "not JSON: Expecting property name"),
-        (b"[]", "a JSON list, not an object"),
-        (b"NaN", "a JSON number, not an object"),
+        (b"[]", "a list, not an object"),
+        (b"NaN", "a number, not an object"),
         (b'{"text": "x"}', "no messages, no conversations, no prompt with response; its keys: text"),
         (b'{"prompt": "x"}', "its keys: prompt"),
         (b'{"messages": 3}', "messages: a number, not a list"),
@@ -138,7 +140,7 @@ def test_a_name_reaches_the_template(own: Any) -> None:
         ({"messages": messages(("user", [{"type": "image_url", "image_url": "x"}]))}, "a part of the type 'image_url'"),
         ({"messages": messages(("user", [{"type": "text", "text": "x", "image": 1}]))}, "a part with image, text, not"),
         ({"messages": messages(("user", [3]))}, "messages.0.content.0: a number, not a text"),
-        ({"messages": messages(("user", {"text": "x"}))}, "messages.0.content: a object, not a text"),
+        ({"messages": messages(("user", {"text": "x"}))}, "messages.0.content: an object, not a text"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "it has tool_calls, which can't"),
         ({"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}, "it has function_call"),
         ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]}, "it has reasoning_content"),
@@ -222,16 +224,19 @@ def test_what_is_learned_decodes_to_the_answers_or_the_record_is_refused(
     own = THINKING if thinking else tokenizer
     pairs = [pair for question, answer in turns for pair in (("user", question), ("assistant", answer))]
     try:
-        document = read(line(*pairs), own, last=last)
+        documents = documents_from(line(*pairs), own, [own.eos_token_id], last_turn_only=last)
     except LineError:
-        # Half a character; a letter that the tiny tokenizer hasn't; more turns than a rewriting template can say.
+        # Half a character; a letter that the tiny tokenizer hasn't.
         text = "".join(text for _, text in pairs)
-        assert not text.isprintable() or (thinking and (len(turns) > 1 or not text.isascii()))
+        assert not text.isprintable() or (thinking and not text.isascii())
         return
     answers = [answer for _, answer in turns][-1:] if last else [answer for _, answer in turns]
-    assert [text.removesuffix("<|im_end|>") for text in learned(document, own)] == answers
-    assert all(text.endswith("<|im_end|>") for text in learned(document, own))
-    assert len(document.ids) == len(document.loss_mask) and not document.loss_mask[0]
+    assert len(documents) == (len(answers) if thinking else 1)
+    said = [text for document in documents for text in learned(document, own)]
+    assert [text.removesuffix("<|im_end|>") for text in said] == answers
+    assert all(text.endswith("<|im_end|>") for text in said)
+    for document in documents:
+        assert len(document.ids) == len(document.loss_mask) and not document.loss_mask[0]
 
 
 THINKING = tiny_tokenizer()
@@ -267,13 +272,17 @@ def test_a_tokenizer_that_puts_a_space_before_any_text_is_asked_for_the_whole() 
     assert own.convert_ids_to_tokens(document.ids[document.loss_mask].tolist()) == [*"Hello.", "</s>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_found_out(own: Any) -> None:
+def test_a_template_that_rewrites_earlier_turns_makes_a_document_of_each_answer(own: Any) -> None:
     own.chat_template = (
         "{% for m in messages %}{% if not loop.last and m.role == 'assistant' %}[old]{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    with pytest.raises(LineError, match="rewrites earlier turns"):
-        read(line(*CHAT), own)
+    documents = documents_from(line(*CHAT), own, [own.eos_token_id], last_turn_only=False)
+    assert [own.decode(document.ids) for document in documents] == [
+        "system: Be brief.\nuser: Hi?\nassistant: Hello.\n",
+        "system: Be brief.\nuser: Hi?\n[old]assistant: Hello.\nuser: Bye?\nassistant:  é\n\n",
+    ]
+    assert [learned(document, own) for document in documents] == [["Hello."], [" é"]]
     assert learned(read(line(*CHAT), own, last=True), own) == [" é"]
 
 
@@ -282,7 +291,7 @@ def test_a_template_whose_prompt_is_not_how_its_answers_begin_is_found_out(own: 
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: <think></think>{% endif %}"
     )
-    with pytest.raises(LineError, match="rewrites earlier turns"):
+    with pytest.raises(LineError, match="message 1: the chat template writes the answer otherwise than it begins one"):
         read(line(("user", "Hi?"), ("assistant", "Hello.")), own, last=True)
 
 
@@ -297,8 +306,9 @@ def test_a_template_that_changes_the_answer_is_found_out(written: str, own: Any)
 
 
 def test_an_answer_with_an_end_token_in_its_middle_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(LineError, match=r"goes on behind its end token '<\|im_end\|>'"):
-        read(line(("user", "Hi?"), ("assistant", "Hel<|im_end|>lo")), tokenizer)
+    (end,) = tokenizer("!")["input_ids"]
+    with pytest.raises(LineError, match="goes on behind its end token '!'"):
+        documents_from(line(("user", "Hi?"), ("assistant", "Hel!lo")), tokenizer, [end], last_turn_only=False)
 
 
 def test_a_token_that_holds_the_answer_s_last_letter_and_what_follows_is_refused() -> None:
@@ -309,7 +319,7 @@ def test_a_token_that_holds_the_answer_s_last_letter_and_what_follows_is_refused
     fast = PreTrainedTokenizerFast(tokenizer_object=bare)
     fast.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}{% if add_generation_prompt %}{% endif %}"
     with pytest.raises(LineError, match="last token holds what the chat template writes"):
-        document_from(line(("user", "a"), ("assistant", "ab")), fast, [], last_turn_only=False)
+        documents_from(line(("user", "a"), ("assistant", "ab")), fast, [], last_turn_only=False)
 
 
 def test_letters_and_accents_apart_are_one_to_a_tokenizer_that_joins_them(own: Any) -> None:
@@ -337,7 +347,7 @@ def test_the_first_of_the_target_s_end_tokens_ends_an_answer(own: Any) -> None:
     )
     talk = line(("user", "Hi?"), ("assistant", "Hello."))
     for ends, said in (([start, end], "Hello.<|im_start|>"), ([end], "Hello.<|im_start|>-<|im_end|>")):
-        assert learned(document_from(talk, own, ends, last_turn_only=False), own) == [said]
+        assert learned(documents_from(talk, own, ends, last_turn_only=False)[0], own) == [said]
 
 
 def test_tools_take_their_turn(tokenizer: Any) -> None:

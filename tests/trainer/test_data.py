@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_data import counted, write_prepared
 
 from trainer.blocks import anchor_candidates
-from trainer.conversations import Document
 from trainer.data import Cursor, Row, Rows, make_row, pack, rows_once
+from trainer.documents import Document
 from trainer.prepared import FILES, DataError, Meta, Prepared, open_prepared
 from trainer.shuffle import Permutation
 
@@ -251,7 +251,7 @@ def test_a_folder_gives_back_what_was_written(tmp_path: Path) -> None:
     assert [prepared.line(0), prepared.line(1)] == [1, 3]
     assert prepared.counts[[5, 7, 8]].tolist() == [0, 1, 3]
     assert prepared.first_place_of(8) == "made.jsonl:1" and prepared.first_place_of(5) == "nowhere"
-    assert prepared.report == ("left out 1 of 3 records of made.jsonl: no answer of two tokens",)
+    assert prepared.report == ("left out 1 of 3 records of made.jsonl: no answer of two tokens (made.jsonl:2)",)
 
 
 def test_a_token_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +274,14 @@ def damage_size(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def damage_value(folder: Path, file: str, index: int, value: int) -> None:
+    path = folder / f"{file}.bin"
+    values = np.fromfile(path, dtype=FILES[file])
+    assert values[index] != value
+    values[index] = value
+    values.tofile(path)
+
+
 def damage_meta(folder: Path, **changes: Any) -> None:
     path = folder / "meta.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -292,7 +300,18 @@ def damage_meta(folder: Path, **changes: Any) -> None:
         (lambda folder: (folder / "meta.json").write_text("{}"), r"meta\.json is damaged \(schema_version Field"),
         (lambda folder: damage_meta(folder, learned=1), r"meta\.json is not what was written"),
         (lambda folder: damage_meta(folder, tokens="x"), r"meta\.json is damaged \(tokens Input should be"),
-        (lambda folder: damage_meta(folder, schema_version=2, new=3), "schema_version 2 is newer than this trainer"),
+        (lambda folder: damage_meta(folder, schema_version=3, new=3), "schema_version 3 is newer than this trainer"),
+        (
+            lambda folder: damage_meta(folder, schema_version=1),
+            "schema_version 1 is of an older trainer, this one writes",
+        ),
+        (lambda folder: damage_value(folder, "ids", 1, 9), r"is damaged: ids\.bin is not what was written"),
+        (lambda folder: damage_value(folder, "mask", 0, 1), r"is damaged: mask\.bin is not what was written"),
+        (lambda folder: damage_value(folder, "offsets", 1, 2), r"is damaged: offsets\.bin is not what was written"),
+        (lambda folder: damage_value(folder, "first", 1, 1), r"is damaged: first\.bin is not what was written"),
+        (lambda folder: damage_value(folder, "lines", 0, 7), r"is damaged: lines\.bin is not what was written"),
+        (lambda folder: damage_value(folder, "counts", 7, 0), "is damaged: its files don't fit each other"),
+        (lambda folder: damage_value(folder, "offsets", 0, 1), "is damaged: its files don't fit each other"),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(harm: Callable[[Path], None], why: str, tmp_path: Path) -> None:
@@ -306,18 +325,16 @@ def test_a_damaged_folder_is_refused_by_name(harm: Callable[[Path], None], why: 
 @pytest.mark.parametrize(("file", "value"), [("ids", 300), ("ids", -1), ("offsets", 99), ("offsets", -1)])
 def test_a_damaged_document_is_refused_when_it_is_read(file: str, value: int, tmp_path: Path) -> None:
     write_prepared(tmp_path / "p", [([7, 8, 9], [0, 1, 1]), ([8, 8], [1, 1])])
-    path = tmp_path / "p" / f"{file}.bin"
-    values = np.fromfile(path, dtype=FILES[file])
-    values[1] = value
-    values.tofile(path)
+    prepared = open_prepared(tmp_path / "p")
+    damage_value(tmp_path / "p", file, 1, value)  # as a disk may do it later
     with pytest.raises(DataError, match="document 0 is damaged"):
-        open_prepared(tmp_path / "p").document(0, 99)
+        prepared.document(0, 99)
 
 
 # --- memory ---
 
 
-def big_prepared(folder: Path, documents: int, length: int) -> Prepared:
+def big_prepared(folder: Path, documents: int, length: int) -> None:
     """Many documents, written at once; their tokens are a hole in the file that takes no place on the disk."""
     write_prepared(folder, [([0] * length, [1] * length)])
     tokens = documents * length
@@ -335,9 +352,9 @@ def big_prepared(folder: Path, documents: int, length: int) -> Prepared:
         file.truncate(4 * documents)
     meta = Meta.model_validate_json((folder / "meta.json").read_bytes())
     sizes = {name: (folder / name).stat().st_size for name in meta.bytes}
+    np.array([tokens, *[0] * 299], dtype="<i8").tofile(folder / "counts.bin")
     meta = meta.model_copy(update={"documents": documents, "tokens": tokens, "bytes": sizes})
     (folder / "meta.json").write_text(meta.sealed().model_dump_json())
-    return open_prepared(folder)
 
 
 def peak_of(folder: Path, documents: int, length: int) -> int:
@@ -345,7 +362,11 @@ def peak_of(folder: Path, documents: int, length: int) -> int:
     big_prepared(folder, documents, length)
     tracemalloc.start()
     try:
-        rows = rows_of(open_prepared(folder), row_tokens=2 * length)
+        prepared = open_prepared(folder, verify=False)
+        if prepared.tokens < 2**27:
+            with pytest.raises(DataError, match="not what was written"):  # a hole is not
+                prepared.verify()
+        rows = rows_of(prepared, row_tokens=2 * length)
         before = cursor = Cursor(row=12345, epoch=3, group=rows.groups // 2, index=2000)  # a group has 2048 rows
         for _ in range(100):
             row, cursor = rows.row(cursor)

@@ -22,7 +22,7 @@ from tiny import conversations, write_jsonl
 from transformers import AutoTokenizer
 
 from trainer.__main__ import main as command
-from trainer.conversations import Document
+from trainer.documents import Document
 from trainer.prepare import fingerprint, load_tokenizer, prepared_data
 from trainer.prepared import DataError, Prepared
 from trainer.sources import MOST_BYTES, line_records, open_source
@@ -133,7 +133,7 @@ def test_splits_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     for split in ("train", "test"):
         both[split].to_parquet(str(tmp_path / "files" / f"{split}-00000-of-00001.parquet"))
-    with pytest.raises(DataError, match="has the splits test, train: put the files of one into a folder"):
+    with pytest.raises(DataError, match="has the splits test, train side by side: name a file of one"):
         open_source(tmp_path / "files")
 
 
@@ -240,11 +240,11 @@ def test_bad_records_are_reported_and_the_rest_goes_on(tokenizer: Any, tmp_path:
     assert texts(prepared, tokenizer) == written(rows, tokenizer)
     assert prepared.meta.records == 65 and tuple(said) == prepared.report
     assert said == [
-        "left out 2 of 65 records of data.jsonl: not UTF-8: byte 0xff at 0 (data.jsonl:21, data.jsonl:31)",
+        "left out 2 of 65 records of data.jsonl: not UTF-8: byte 0xff at 0, or the like (data.jsonl:21, data.jsonl:31)",
         "left out 1 of 65 records of data.jsonl: not JSON: Expecting property name enclosed in double quotes at "
         "character 2 (data.jsonl:5)",
         "left out 1 of 65 records of data.jsonl: messages.0: unknown role 'robot' (data.jsonl:10)",
-        "left out 1 of 65 records of data.jsonl: no answer of two tokens",
+        "left out 1 of 65 records of data.jsonl: no answer of two tokens (data.jsonl:65)",
     ]
 
 
@@ -255,7 +255,8 @@ def test_more_than_a_tenth_bad_is_refused(bad: int, refused: bool, tokenizer: An
         assert len(prepared_data(path, tokenizer, into=tmp_path / "prepared")) == 18
         return
     why = (
-        r"data\.jsonl: 3 of 20 records can't be used; 2 times: no messages.* \(line 18, 20\); 1 times: messages: a num"
+        r"data\.jsonl: 3 of 20 records can't be used; 2 times: no messages.* \(data\.jsonl:18, data\.jsonl:20\); "
+        r"1 times: messages: a num"
     )
     with pytest.raises(DataError, match=why):
         prepared_data(path, tokenizer, into=tmp_path / "prepared")
@@ -268,7 +269,9 @@ def test_a_hopeless_source_is_not_read_to_its_end(
     monkeypatch.setattr("trainer.prepare.HOPELESS", 100)
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"{\n" * 5000)
-    with pytest.raises(DataError, match=r"128 of 128 records can't be used; 128 times: .*line 1, 2, 3, 4, 5, \.\.\."):
+    with pytest.raises(
+        DataError, match=r"128 of 128 records can't be used; 128 times: .*jsonl:4, data\.jsonl:5, \.\.\."
+    ):
         prepared_data(path, tokenizer, into=tmp_path / "prepared")
 
 
@@ -415,11 +418,11 @@ def test_chunks_hold_all_records_in_order_and_few_bytes(sizes: list[int]) -> Non
 
 
 def test_memory_does_not_grow_with_the_source(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made_up(record: bytes, *_: Any, **__: Any) -> Document:
+    def made_up(record: bytes, *_: Any, **__: Any) -> list[Document]:
         """Tracing the memory of a real tokenisation takes a minute; this one has as many tokens."""
-        return Document(np.zeros(len(record), dtype=np.int64), np.ones(len(record), dtype=np.bool_))
+        return [Document(np.zeros(len(record), dtype=np.int64), np.ones(len(record), dtype=np.bool_))]
 
-    monkeypatch.setattr("trainer.tokenise.document_from", made_up)
+    monkeypatch.setattr("trainer.tokenise.documents_from", made_up)
 
     def peak(count: int) -> int:
         folder = tmp_path / str(count)
@@ -451,7 +454,7 @@ def test_the_command_prepares_and_says_what_came_of_it(
     assert command(words) == 0
     printed = capsys.readouterr()
     assert re.fullmatch(
-        r".*/out: 20 conversations of 21 records, [\d,]+ tokens, [\d,]+ of them the assistant's\n", printed.out
+        r".*/out: 20 documents of 21 records, [\d,]+ tokens, [\d,]+ of them the assistant's\n", printed.out
     )
     assert printed.err.startswith("left out 1 of 21 records of data.jsonl: no messages")
     assert command([*words, "--json", "--last-turn-only"]) == 0

@@ -17,7 +17,7 @@ def write_prepared(
     writer = Writer(folder, vocabulary)
     count = 0
     for count, (ids, mask) in enumerate(documents, start=1):
-        writer.add([(count, (np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8)))])
+        writer.add([(count, [(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8))])])
     source = Source(name="made.jsonl", digest="0" * 64, files=(("made.jsonl", 1),))
     mark = Fingerprint(digest="0" * 64, vocabulary=vocabulary)
     writer.finish(source, mark, Settings(last_turn_only=False, end_tokens=(2,)), count, Reasons())
