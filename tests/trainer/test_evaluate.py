@@ -258,6 +258,15 @@ def test_turns_without_room_are_left_out_and_counted() -> None:
     assert figures["wrong_tokens"] == 0 and figures["compared"] == figures["prompts"]
 
 
+def test_behind_a_turn_that_was_left_out_none_is_answered() -> None:
+    """Though a template that drops old turns made room again: it would follow words without an answer."""
+    target, room = tiny_target(), iter([False, True])
+    dialogue = Dialogue("a", "here:1", tuple([{"role": "user", "content": f"{n}"}] for n in range(3)))
+    answer = Decoded([40, 2], [], [], [False] * 2, [1], 1.0)
+    asked = list(ask(dialogue, target, lambda prompt: answer, lambda prompt: next(room)))
+    assert [each.answer is None for each in asked] == [False, True, True]
+
+
 def test_data_sets_are_measured_one_by_one_and_together(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
