@@ -55,6 +55,7 @@ class Progress(BaseModel):
     row: int  # number of the next row to learn from
     cursor: Cursor | None = None  # and its place in the data; checkpoints from before there were cursors have none
     data_digest: str  # sha256 of the documents that are learned from
+    packing: str | None = None  # how they are ordered and packed: the cursor is a place in that; None: not said
     first_loss: float | None = None
     skipped: int = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since
@@ -173,6 +174,9 @@ def load_drafter(
         config = from_speculators(data, layers) if foreign else DraftConfig.from_json(data)
         weights = load_file(folder / MODEL_FILE)
     except (OSError, ValueError, SafetensorError) as error:
+        if (folder / "checkpoints").is_dir() and (found := checkpoint_folders(folder / "checkpoints")):
+            why = f"it is a run; name one of its checkpoints: {found[0]}"
+            raise CheckpointError(f"no drafter in {folder}: {why}") from error
         raise CheckpointError(f"no drafter in {folder}: {error}") from error
     if foreign:
         _take_ends(folder, weights, target)

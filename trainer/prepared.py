@@ -206,6 +206,10 @@ class Prepared:
     def lengths(self, documents: Integers) -> Integers:
         return self._offsets[documents + 1] - self._offsets[documents]
 
+    def tokens_at(self, documents: Integers, places: Integers) -> Integers:
+        """A token of each document."""
+        return self._ids[self._offsets[documents] + places].astype(np.int64)
+
     def firsts(self, documents: Integers) -> Integers:
         """Each document's first place for an anchor: it and the token behind it are supervised."""
         return self._first[documents].astype(np.int64)

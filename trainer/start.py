@@ -3,18 +3,30 @@
 # torch's random functions are partly untyped.
 # pyright: reportUnknownMemberType=false
 
+import dataclasses
+import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from trainer.checkpoint import CheckpointError, difference, load_drafter, newest_good_checkpoint
+from trainer.checkpoint import (
+    CONFIG_FILE,
+    CheckpointError,
+    Progress,
+    difference,
+    load_drafter,
+    newest_good_checkpoint,
+    read_state,
+)
 from trainer.config import TrainConfig
-from trainer.data import Prepared
+from trainer.data import Cursor, Prepared, Rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
-from trainer.prepare import prepared_data
+from trainer.overlap import overlap
+from trainer.prepare import check_path, prepared_data
 from trainer.records import RunDir
 from trainer.target import TargetModel
 
@@ -23,6 +35,10 @@ Say = Callable[[str], None]
 
 class TrainingError(RuntimeError):
     """The training can't go on: one line says why."""
+
+
+class Stopped(Exception):
+    """The training was stopped before its first step."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -40,8 +56,24 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return chosen.get(config.target.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def data_of(config: TrainConfig, target: TargetModel, run: RunDir, say: Say) -> tuple[Prepared, Prepared | None]:
-    """The data to learn from and to measure on; prepared in the run's folder, what isn't yet. Raises DataError."""
+def check_paths(config: TrainConfig) -> None:
+    """That the data is there, as far as a look tells: before a target is loaded for it. Raises DataError."""
+    for path in (config.data.train, config.data.heldout):
+        if path is not None:
+            check_path(path)
+
+
+def data_of(
+    config: TrainConfig, target: TargetModel, run: RunDir, stop: threading.Event, say: Say
+) -> tuple[Prepared, Prepared | None]:
+    """The data to learn from and to measure on; prepared in the run's folder, what isn't yet.
+
+    Raises DataError; Stopped soon after `stop` is set.
+    """
+
+    def check() -> None:
+        if stop.is_set():
+            raise Stopped
 
     def prepared(path: str, name: str) -> Prepared:
         return prepared_data(
@@ -53,26 +85,39 @@ def data_of(config: TrainConfig, target: TargetModel, run: RunDir, say: Say) -> 
             vocab_size=target.config.vocab_size,
             say=say,
             progress=say,
+            check=check,
         )
 
+    # The held-out data is the smaller one: what is wrong with it is told before hours.
+    heldout = prepared(config.data.heldout, "heldout") if config.data.heldout else None
     train = prepared(config.data.train, "train")
-    return train, prepared(config.data.heldout, "heldout") if config.data.heldout else None
+    for line in overlap(train, heldout) if heldout else ():
+        say(line)
+    return train, heldout
 
 
-def draft_config(config: TrainConfig, target: TargetModel, data: Sequence[Prepared] = ()) -> DraftConfig:
+def draft_config(
+    config: TrainConfig, target: TargetModel, data: Sequence[Prepared] = (), earlier: Path | None = None
+) -> DraftConfig:
     """The drafter's shape: the config's choices, the target's sizes, and a mask token that `data` doesn't hold.
 
-    Raises TrainingError when they don't fit.
+    earlier: the checkpoint to go on from, whose mask token stays. Raises TrainingError when they don't fit.
     """
     wanted, mask = config.draft, config.draft.mask_token_id
+    if mask is None and earlier is not None:
+        mask = shape_of(earlier).mask_token_id
     counts = np.zeros(max([target.config.vocab_size, *(len(prepared.counts) for prepared in data)]), dtype=np.int64)
     for prepared in data:
         counts[: len(prepared.counts)] += prepared.counts
         if mask is not None and mask < len(prepared.counts) and prepared.counts[mask]:
             raise TrainingError(
                 f"draft.mask_token_id {mask} ({target.tokenizer.decode([mask])!r}) occurs "
-                f"{int(prepared.counts[mask]):,} times in the data, first in {prepared.first_place_of(mask)}: choose "
-                f"another, or leave it out"
+                f"{int(prepared.counts[mask]):,} times in the data, first in {prepared.first_place_of(mask)}: "
+                + (
+                    f"it is the token that {earlier} has learned with; leave those records out, or begin another run"
+                    if wanted.mask_token_id is None
+                    else "choose another, or leave it out"
+                )
             )
     try:
         return target.draft_config(
@@ -87,6 +132,40 @@ def draft_config(config: TrainConfig, target: TargetModel, data: Sequence[Prepar
         )
     except ValueError as error:
         raise TrainingError(f"[draft] does not fit the target {config.target.path}: {error}") from error
+
+
+def shape_of(checkpoint: Path) -> DraftConfig:
+    """A checkpoint's drafter, by its config.json."""
+    return DraftConfig.from_json(json.loads((checkpoint / CONFIG_FILE).read_bytes()))
+
+
+def check_fits(config: TrainConfig, target: TargetModel, earlier: Path | None) -> None:
+    """Whether target, drafter and the checkpoint to go on from fit, as far as it can be told without the data.
+
+    Raises TrainingError or CheckpointError.
+    """
+    draft = draft_config(config, target, earlier=earlier)
+    if earlier is None:
+        return
+    found = shape_of(earlier)
+    if dataclasses.replace(found, mask_token_id=draft.mask_token_id) != draft:
+        raise CheckpointError(f"checkpoint {earlier}: {difference(found, draft)}")
+    done = read_state(earlier).progress.step
+    if done > config.train.steps:
+        raise TrainingError(f"train.steps is {config.train.steps}, but step {done} is done already: raise it")
+
+
+def place_after(progress: Progress, rows: Rows, say: Say) -> Cursor:
+    """Where the data goes on. A cursor is a place in one packing of one data: in another, the next epoch begins."""
+    cursor = progress.cursor or rows.cursor(progress.row)
+    if progress.data_digest != rows.prepared.digest:
+        why = "the data has changed since then"
+    elif progress.packing not in (None, rows.packing):
+        why = f"the data is in {rows.packing} now, then it was in {progress.packing}"
+    else:
+        return cursor
+    say(f"{why}: going on with row {progress.row}, at the begin of epoch {cursor.epoch + 2} of what is there now")
+    return Cursor(row=progress.row, epoch=cursor.epoch + 1)
 
 
 def fresh_drafter(draft: DraftConfig, seed: int) -> DraftModel:
@@ -113,6 +192,8 @@ def start_weights(model: DraftModel, folder: Path | str | None, say: Say, target
 def find_checkpoint(run: RunDir, resume: Path | None, say: Say) -> Path | None:
     """The checkpoint to go on from: the run's own before the earlier run's. Raises CheckpointError: that has none."""
     if own := newest_good_checkpoint(run.checkpoints, say):
+        if resume is not None and resume.resolve() != run.path.resolve():
+            say(f"--resume {resume} is not needed: {run.path} has checkpoints of its own, and goes on from them")
         return own
     if resume is None:
         return None

@@ -19,6 +19,7 @@ from trainer.heldout import heldout_figures
 from trainer.journal import Journal
 from trainer.learner import Learner, features_of, soft_target_cost
 from trainer.live import HeldoutDecoder, heldout_prompts, score_of
+from trainer.locks import locked
 from trainer.loss import Weighting
 from trainer.optim import learning_rate, make_optimizer
 from trainer.origin import changes_since, origin_of
@@ -27,12 +28,16 @@ from trainer.records import RunDir
 from trainer.saving import Saver
 from trainer.start import (
     Say,
+    Stopped,
     TrainingError,
+    check_fits,
+    check_paths,
     data_of,
     draft_config,
     find_checkpoint,
     fresh_drafter,
     pick_device,
+    place_after,
     start_weights,
     target_dtype,
 )
@@ -61,16 +66,23 @@ def train(
     the step under way, on a checkpoint. `say` prints a line of the log. On an error, status.json says "failed" and why.
     """
     run = RunDir(run_dir)
-    journal = Journal(run, config.train.steps, say)
     try:
-        outcome = _train(config, run, journal, init_from, resume, stop or threading.Event(), say)
-    except Exception as error:
-        with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
-            journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
-        raise
-    journal.update(state=outcome)
-    say(f"{outcome} at step {journal.status.step}/{config.train.steps}")
-    return outcome
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"the run's folder {run_dir} can't be made: {error.strerror}") from error
+    with locked(run_dir / ".lock", f"the run {run_dir}"):
+        journal = Journal(run, config.train.steps, say)
+        try:
+            outcome = _train(config, run, journal, init_from, resume, stop or threading.Event(), say)
+        except Stopped:
+            outcome = "stopped"
+        except Exception as error:
+            with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
+                journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
+            raise
+        journal.update(state=outcome)
+        say(f"{outcome} at step {journal.status.step}/{config.train.steps}")
+        return outcome
 
 
 def _train(
@@ -88,13 +100,20 @@ def _train(
     if device.type == "cuda" and config.data.row_tokens % TILE:
         raise TrainingError(f"data.row_tokens {config.data.row_tokens}: on a GPU it must be a multiple of {TILE}")
 
+    # What is wrong is told before hours of preparation.
+    check_paths(config)
+    earlier = find_checkpoint(run, resume, say)
+    if earlier and init_from:
+        say(f"--init-from {init_from} does nothing: the training goes on from {earlier}")
+
     # What is learned from, and by whom.
     target = load_target(config.target.path, target_device, target_dtype(config, target_device))
-    data, heldout = data_of(config, target, run, say)
+    check_fits(config, target, earlier)
+    data, heldout = data_of(config, target, run, stop, say)
     feed = Feed(config, data, heldout)
     for line in feed.report:
         say(line)
-    draft = draft_config(config, target, [data, heldout] if heldout else [data])
+    draft = draft_config(config, target, [data, heldout] if heldout else [data], earlier)
     model = fresh_drafter(draft, settings.seed).to(device)
     optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
     learner = Learner(
@@ -116,21 +135,16 @@ def _train(
 
     # Where it starts.
     origin = origin_of(config, device)
-    earlier = find_checkpoint(run, resume, say)
     if earlier:
         progress = load_checkpoint(earlier, model, optimizer)
         say(f"resuming from {earlier} at step {progress.step}")
         if before := read_state(earlier).origin:
             for line in changes_since(before, origin):
                 say(line)
-        if progress.step > settings.steps:
-            raise TrainingError(f"train.steps is {settings.steps}, but step {progress.step} is done already: raise it")
-        if progress.data_digest != data.digest:
-            say(f"the data has changed since then: going on with row {progress.row} of what is there now")
     else:
         start_weights(model, init_from or config.init_from, say, target)
-        progress = Progress(step=0, row=0, data_digest=data.digest)
-    cursor = progress.cursor or feed.rows.cursor(progress.row)
+        progress = Progress(step=0, row=0, data_digest=data.digest, packing=feed.rows.packing)
+    cursor = place_after(progress, feed.rows, say)
     is_own = earlier is not None and earlier.parent == run.checkpoints
     journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
     say(
@@ -200,7 +214,13 @@ def _train(
             score = score_of(measured, decoded)
             rows = feed.source(step)
             tally.add(Step(rows, lr, tokens, figures, measured, decoded), pipeline.depths())
-            progress = Progress(step=step, row=rows.after.row, cursor=rows.after, data_digest=data.digest)
+            progress = Progress(
+                step=step,
+                row=rows.after.row,
+                cursor=rows.after,
+                data_digest=data.digest,
+                packing=feed.rows.packing,
+            )
             if step % settings.checkpoint_every == 0 or step == settings.steps:
                 tally.settle(pipeline.depths())
                 # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.

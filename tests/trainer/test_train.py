@@ -192,7 +192,9 @@ def test_changed_data_is_said_when_resuming(tiny_folder: Path, tmp_path: Path) -
     write_jsonl(data, conversations(14))
     lines: list[str] = []
     train(load(text), tmp_path / "run", say=lines.append)
-    assert "the data has changed since then: going on with row 4 of what is there now" in lines
+    assert (
+        "the data has changed since then: going on with row 4, at the begin of epoch 2 of what is there now" in lines
+    )
 
 
 def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: Path) -> None:
