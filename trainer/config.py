@@ -278,6 +278,25 @@ def default_gamma(block: int) -> float:
     return 7.0 if block >= 16 else 5.0 if block >= 10 else 4.0
 
 
+def idle_keys(config: TrainConfig) -> list[str]:
+    """What is set and does nothing beside the other keys, a line each.
+
+    They are said and not refused: a preset may set them, and a key can't be taken back with --set.
+    """
+    draft, settings = config.draft, config.train
+    lines: list[str] = []
+    if "gamma" in settings.model_fields_set and settings.gamma is not None and settings.loss != "exp-decay":
+        lines.append(f"train.gamma {settings.gamma:g} does nothing: train.loss is {settings.loss}")
+    if "alpha" in settings.model_fields_set and settings.loss != "d-pace":
+        lines.append(f"train.alpha {settings.alpha:g} does nothing: train.loss is {settings.loss}")
+    named = len(draft.target_layer_ids or ())
+    if "captured" in draft.model_fields_set and named not in (0, draft.captured):
+        lines.append(f"draft.captured {draft.captured} does nothing: draft.target_layer_ids names {named} layers")
+    if settings.eval_every and config.data.heldout is None:
+        lines.append(f"train.eval_every {settings.eval_every} does nothing: there is no data.heldout")
+    return lines
+
+
 def as_mapping(config: TrainConfig) -> Mapping[str, Any]:
     """The config with every default filled in, as plain values."""
     return config.model_dump(mode="json")

@@ -15,11 +15,11 @@ import torch
 
 from trainer import sizes
 from trainer.blocks import TILE
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, idle_keys
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
 from trainer.refused import TargetError, check_config, text_config
-from trainer.start import TrainingError
+from trainer.start import TrainingError, soft_cost_line
 from trainer.target import first_line
 from trainer.train import DEPTH
 
@@ -42,8 +42,8 @@ class Target:
     intermediate: int
     vocabulary: int
     weights: int
-    tied: bool  # its head is its embedding
     bytes_each: int  # of a weight and of a feature
+    masks: int  # of numbers, [S, S] a row: torch makes one of a mask of booleans, a family may take two
 
 
 @dataclass(frozen=True)
@@ -75,30 +75,44 @@ class Part:
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def kept_per_layer(draft: DraftConfig, batch: Batch, bytes_each: int) -> float:
+def kept_per_layer(draft: DraftConfig, batch: Batch, bytes_each: int, given_bytes: int) -> float:
     """Bytes that one draft layer keeps for its backward.
 
-    For each block token: 4 hidden states, 4 of the width of all heads (queries before and after norm and rotation, the
-    attention's output), 3 of the MLP's width, a key; for each token of context and blocks the key and the value that
-    attention reads. On an H200 the sum over the layers was within 5% of what torch had allocated.
+    For each block token: 4 hidden states (2 of them of the stream, in the type of the target's embeddings), 4 of the
+    width of all heads (queries before and after norm and rotation, the attention's output), 3 of the MLP's width, a
+    key; for each token of context and blocks the key and the value that attention reads. On an H200, with a target in
+    bfloat16, the sum over the layers was within 5% of what torch had allocated.
     """
     heads, key_value = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
-    block_token = 4 * draft.hidden_size + 4 * heads + 3 * draft.intermediate_size + key_value
+    block_token = 2 * draft.hidden_size + 4 * heads + 3 * draft.intermediate_size + key_value
     both = batch.tokens + batch.block_tokens
-    return bytes_each * (batch.block_tokens * block_token + both * 2 * key_value)
+    stream = given_bytes * batch.block_tokens * 2 * draft.hidden_size
+    return stream + bytes_each * (batch.block_tokens * block_token + both * 2 * key_value)
 
 
 def drafter_parts(
-    draft: DraftConfig, weights: int, batch: Batch, *, bytes_each: int, chunk_blocks: int, accumulates: bool, soft: bool
+    draft: DraftConfig,
+    weights: int,
+    batch: Batch,
+    *,
+    bytes_each: int,
+    given_bytes: int,
+    chunk_blocks: int,
+    accumulates: bool,
+    soft: bool,
 ) -> list[Part]:
-    """What the drafter's step takes on its device. bytes_each: of an activation; soft: objective kl or tv."""
+    """What the drafter's step takes on its device.
+
+    bytes_each: of a product's factor, 2 under autocast. given_bytes: of what the target gives: features, embeddings,
+    its head and so the logits. soft: objective kl or tv.
+    """
     cast = 2 * weights if bytes_each == 2 else 0  # autocast's own copies of the float32 weights
-    hidden = (
-        1.5 * bytes_each * batch.block_tokens * draft.hidden_size
-    )  # the last states, and the loss's gradient to them
-    kept = draft.num_layers * kept_per_layer(draft, batch, bytes_each) + cast + hidden
+    # The last states and the loss's gradient to them; and the features again, where autocast makes them smaller.
+    hidden = 1.5 * given_bytes * batch.block_tokens * draft.hidden_size
+    narrowed = bytes_each * batch.tokens * draft.feature_size if given_bytes > bytes_each else 0
+    kept = draft.num_layers * kept_per_layer(draft, batch, bytes_each, given_bytes) + cast + hidden + narrowed
     chunk = min(chunk_blocks, batch.rows * batch.blocks)
-    logits = bytes_each * chunk * (draft.block_size - 1) * draft.vocab_size * (SOFT_LOGITS if soft else 1)
+    logits = given_bytes * chunk * (draft.block_size - 1) * draft.vocab_size * (SOFT_LOGITS if soft else 1)
     gradients = 4 * weights
     # The peak is at the last chunk of the loss, or at the end of the backward, whose gradients have replaced the rest.
     backward = max(kept + CHUNK_SHARE * logits, gradients + cast / draft.num_layers)
@@ -120,7 +134,8 @@ def batch_bytes(draft: DraftConfig, batch: Batch, *, bytes_each: int, soft: bool
 def target_parts(target: Target, draft: DraftConfig, batch: Batch) -> list[Part]:
     """The frozen target, and what its forward takes."""
     per_token = 2 * len(draft.target_layer_ids) * target.hidden + 3 * target.intermediate + 3 * target.hidden
-    forward = target.bytes_each * batch.tokens * per_token + batch.rows * batch.row_tokens**2
+    masks = batch.rows * batch.row_tokens**2 * (1 + target.masks * target.bytes_each)
+    forward = target.bytes_each * batch.tokens * per_token + masks
     return [Part("target's weights", target.bytes_each * target.weights), Part("target's forward", forward)]
 
 
@@ -137,8 +152,9 @@ def memory(
     settings = config.train
     soft = settings.objective != "cross-entropy"
     bytes_each = 2 if device != "cpu" else 4
+    given_bytes = target.bytes_each if device != "cpu" else 4  # a drafter on the CPU widens it
     micro_rows = settings.micro_rows or settings.rows_per_step
-    waiting = batch_bytes(draft, batch, bytes_each=bytes_each, soft=soft) * BATCHES_HELD
+    waiting = batch_bytes(draft, batch, bytes_each=given_bytes, soft=soft) * BATCHES_HELD
     parts = {target_device: target_parts(target, draft, batch)}
     here = parts.setdefault(device, [])
     if device != target_device:
@@ -148,6 +164,7 @@ def memory(
         drafter_weights,
         batch,
         bytes_each=bytes_each,
+        given_bytes=given_bytes,
         chunk_blocks=settings.chunk_blocks,
         accumulates=micro_rows < settings.rows_per_step,
         soft=soft,
@@ -164,27 +181,34 @@ def dry_run(config: TrainConfig) -> str:
 
     Raises TargetError or TrainingError when target and config don't fit, as a training would.
     """
-    target_device = device_name(config.train.target_device or config.train.device)
-    device = device_name(config.train.device)
-    target, draft = read_shapes(config, 4 if dtype_name(config, target_device) == "float32" else 2)
+    target, draft, batch, (target_device, device) = planned(config)
     with torch.device("meta"):
         weights = sum(p.numel() for p in DraftModel(draft).parameters())
+    soft = config.train.objective != "cross-entropy"
+    parts = memory(target, draft, weights, batch, config, target_device, device)
+    return "\n".join(
+        [
+            *idle_keys(config),
+            *_target_lines(target, draft, dtype_name(config, target_device), target_device, soft),
+            *_drafter_lines(draft, weights, device),
+            *_step_lines(config, draft, batch, soft),
+            *(line for place, held in parts.items() for line in _memory_lines(place, held)),
+        ]
+    )
+
+
+def planned(config: TrainConfig) -> tuple[Target, DraftConfig, Batch, tuple[str, str]]:
+    """Target, drafter, one forward, and the devices of both. Raises TargetError or TrainingError."""
     settings = config.train
+    target_device, device = device_name(settings.target_device or settings.device), device_name(settings.device)
+    target, draft = read_shapes(config, 4 if dtype_name(config, target_device) == "float32" else 2)
     if device != "cpu" and config.data.row_tokens % TILE:
         raise TrainingError(f"data.row_tokens {config.data.row_tokens}: on a GPU it must be a multiple of {TILE}")
     blocks = settings.anchors
     while device != "cpu" and blocks * draft.block_size % TILE:
         blocks += 1
     batch = Batch(settings.micro_rows or settings.rows_per_step, config.data.row_tokens, blocks, draft.block_size)
-    parts = memory(target, draft, weights, batch, config, target_device, device)
-    return "\n".join(
-        [
-            *_target_lines(target, draft, dtype_name(config, target_device), target_device),
-            *_drafter_lines(draft, weights, device),
-            *_step_lines(config, draft, batch),
-            *(line for place, held in parts.items() for line in _memory_lines(place, held)),
-        ]
-    )
+    return target, draft, batch, (target_device, device)
 
 
 def device_name(name: str) -> str:
@@ -216,6 +240,8 @@ def read_shapes(config: TrainConfig, bytes_each: int) -> tuple[Target, DraftConf
     except Exception as error:  # transformers raises what it likes
         raise TargetError(f"the config of the target {name} can't be read: {first_line(error)}") from error
     text = text_config(found)
+    if reason := sizes.too_long(text, config.data.row_tokens):
+        raise TrainingError(f"the target {name}: {reason}")
     target = Target(
         name=name,
         family=str(found.model_type),
@@ -224,8 +250,8 @@ def read_shapes(config: TrainConfig, bytes_each: int) -> tuple[Target, DraftConf
         intermediate=sizes.intermediate_size(text),
         vocabulary=text.vocab_size,
         weights=sum(p.numel() for p in model.parameters()),
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         bytes_each=bytes_each,
+        masks=2 if len(set(getattr(text, "layer_types", None) or ())) > 1 else 1,
     )
     wanted = config.draft
     try:
@@ -244,12 +270,13 @@ def read_shapes(config: TrainConfig, bytes_each: int) -> tuple[Target, DraftConf
     return target, draft
 
 
-def _target_lines(target: Target, draft: DraftConfig, dtype: str, device: str) -> list[str]:
+def _target_lines(target: Target, draft: DraftConfig, dtype: str, device: str, soft: bool) -> list[str]:
     layers = ", ".join(map(str, draft.target_layer_ids))
+    run = target.layers if soft else max(draft.target_layer_ids) + 1
     return [
         f"target    {target.name}: {target.family}, {target.layers} layers of {target.hidden}, vocabulary "
         f"{target.vocabulary:,}, {target.weights:,} weights, {dtype} on {device}",
-        f"          read after layers {layers}: {max(draft.target_layer_ids) + 1} of {target.layers} run",
+        f"          read after layers {layers}: {run} of {target.layers} run",
     ]
 
 
@@ -265,7 +292,7 @@ def _drafter_lines(draft: DraftConfig, weights: int, device: str) -> list[str]:
     ]
 
 
-def _step_lines(config: TrainConfig, draft: DraftConfig, batch: Batch) -> list[str]:
+def _step_lines(config: TrainConfig, draft: DraftConfig, batch: Batch, soft: bool) -> list[str]:
     settings, rows = config.train, config.train.rows_per_step
     tokens = rows * batch.row_tokens
     predicted = rows * settings.anchors * (draft.block_size - 1)
@@ -275,6 +302,7 @@ def _step_lines(config: TrainConfig, draft: DraftConfig, batch: Batch) -> list[s
         f"{batch.rows}; {settings.anchors} blocks a row: {predicted:,} predicted slots",
         f"training  {settings.steps:,} steps: {settings.steps * tokens:,} tokens; {settings.objective} with "
         f"{settings.loss} weights; learning rate {settings.lr:g} after {warmup} steps, then a cosine",
+        *([f"          {soft_cost_line(config, draft)}"] if soft else []),
     ]
 
 

@@ -9,6 +9,7 @@ from trainer.draft_config import DraftConfig
 from trainer.refused import KINDS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")
 SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -57,7 +58,7 @@ def norm_eps(config: Any) -> float:
 
 def max_positions(config: Any) -> int:
     """The longest text that the target was made for; 2,048 where its config does not say."""
-    return int(_first(config, ("max_position_embeddings", "max_seq_len", "seq_length")) or 2048)
+    return int(_first(config, POSITIONS) or 2048)
 
 
 def rope(config: Any) -> tuple[float, dict[str, Any] | None]:
@@ -88,6 +89,23 @@ def fixed_positions(config: Any) -> int | None:
     originals = [rule.get("original_max_position_embeddings") for rule in rules]
     named = [size for size in (*originals, getattr(config, "original_max_position_embeddings", None)) if size]
     return min(int(size) for size in (*named, max_positions(config)))
+
+
+def too_long(config: Any, row_tokens: int) -> str | None:
+    """Why rows of so many tokens are too long for a target, or None. A document may fill its row."""
+    if (fixed := fixed_positions(config)) is not None and row_tokens > fixed:
+        return (
+            f"rows of {row_tokens} tokens: beyond {fixed} this {config.model_type} model chooses its position angles "
+            "by the longest document of a row, so that packed documents change each other; make rows (data.row_tokens) "
+            f"of at most {fixed}"
+        )
+    longest = _first(config, POSITIONS)
+    if longest is not None and row_tokens > longest:
+        return (
+            f"rows of {row_tokens} tokens: this {config.model_type} model was made for texts of at most {longest}; "
+            "make rows (data.row_tokens) no longer"
+        )
+    return None
 
 
 def draft_config(

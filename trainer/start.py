@@ -25,6 +25,7 @@ from trainer.config import TrainConfig
 from trainer.data import Cursor, Prepared, Rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
+from trainer.learner import soft_target_cost
 from trainer.overlap import overlap
 from trainer.prepare import check_path, prepared_data
 from trainer.records import RunDir
@@ -132,6 +133,15 @@ def draft_config(
         )
     except ValueError as error:
         raise TrainingError(f"[draft] does not fit the target {config.target.path}: {error}") from error
+
+
+def soft_cost_line(config: TrainConfig, draft: DraftConfig) -> str:
+    """What the objectives kl and tv cost."""
+    cost = soft_target_cost(draft, row_tokens=config.data.row_tokens, anchors=config.train.anchors)
+    return (
+        f"train.objective {config.train.objective} runs the whole target and its head: about {cost:.2f} times the "
+        f"operations of cross-entropy"
+    )
 
 
 def shape_of(checkpoint: Path) -> DraftConfig:

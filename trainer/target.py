@@ -127,11 +127,7 @@ class TargetModel:
         self, ids_BS: Tensor, document_ids_BS: Tensor, positions_BS: Tensor, layer_ids: Sequence[int], *, final: bool
     ) -> tuple[Tensor, Tensor | None]:
         if self._longest_row is not None and ids_BS.shape[1] > self._longest_row:
-            raise TargetError(
-                f"rows of {ids_BS.shape[1]} tokens: beyond {self._longest_row} this {self.config.model_type} model "
-                "chooses its position angles by the longest document of a row, so that packed documents change each "
-                f"other; make rows (data.row_tokens) of at most {self._longest_row}"
-            )
+            raise TargetError(sizes.too_long(self.config, ids_BS.shape[1]))
         return self._runner.documents(ids_BS, document_ids_BS, positions_BS, layer_ids, final=final)
 
     def new_cache(self, capacity: int) -> TargetCache:

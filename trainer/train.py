@@ -10,14 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from trainer import sizes
 from trainer.blocks import TILE
 from trainer.checkpoint import Progress, Score, Written, load_checkpoint, read_state
-from trainer.config import TrainConfig, default_gamma
+from trainer.config import TrainConfig, default_gamma, idle_keys
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.heldout import heldout_figures
 from trainer.journal import Journal
-from trainer.learner import Learner, features_of, soft_target_cost
+from trainer.learner import Learner, features_of
 from trainer.live import HeldoutDecoder, heldout_prompts, score_of
 from trainer.locks import locked
 from trainer.loss import Weighting
@@ -38,6 +39,7 @@ from trainer.start import (
     fresh_drafter,
     pick_device,
     place_after,
+    soft_cost_line,
     start_weights,
     target_dtype,
 )
@@ -100,6 +102,9 @@ def _train(
     if device.type == "cuda" and config.data.row_tokens % TILE:
         raise TrainingError(f"data.row_tokens {config.data.row_tokens}: on a GPU it must be a multiple of {TILE}")
 
+    for line in idle_keys(config):
+        say(line)
+
     # What is wrong is told before hours of preparation.
     check_paths(config)
     earlier = find_checkpoint(run, resume, say)
@@ -108,6 +113,8 @@ def _train(
 
     # What is learned from, and by whom.
     target = load_target(config.target.path, target_device, target_dtype(config, target_device))
+    if reason := sizes.too_long(target.config, config.data.row_tokens):
+        raise TrainingError(f"the target {config.target.path}: {reason}")
     check_fits(config, target, earlier)
     data, heldout = data_of(config, target, run, stop, say)
     feed = Feed(config, data, heldout)
@@ -127,11 +134,7 @@ def _train(
     )
     learns_distribution = settings.objective != "cross-entropy"
     if learns_distribution:
-        cost = soft_target_cost(draft, row_tokens=config.data.row_tokens, anchors=settings.anchors)
-        say(
-            f"train.objective {settings.objective} runs the whole target and its head: about {cost:.2f} times the "
-            f"operations of cross-entropy"
-        )
+        say(soft_cost_line(config, draft))
 
     # Where it starts.
     origin = origin_of(config, device)

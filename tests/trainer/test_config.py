@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import ConfigFault, TrainConfig, default_gamma, known_keys, load
+from trainer.config import ConfigFault, TrainConfig, default_gamma, idle_keys, known_keys, load
 
 GOOD = b"""
 [target]
@@ -65,6 +65,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], k
         (["draft.sliding_window=64", "draft.sliding_layers=[4, 4]"], "layers 0..4, each once"),
         (["draft.sliding_window=64", "draft.sliding_layers=[]"], "layers 0..4, each once"),
         (["schema_version=2"], "schema_version: 2 is newer than this trainer, which knows 1"),
+        (["schema_version=true"], "schema_version: should be 1, got True"),
+        (["train.lr=inf"], "train.lr: should be a finite number, got inf"),
+        (["train.gamma=nan"], "train.gamma: should be a finite number, got nan"),
+        (["train.clip=inf", "train.weight_decay=inf"], "train.weight_decay: should be a finite number, got inf"),
+        (["train.seed=9223372036854775808"], "train.seed: should be less than or equal to 9223372036854775807"),
+        (["data.train="], "data.train: "),
+        (["data.heldout="], "data.heldout: "),
+        (["target.path="], "target.path: "),
+        (["draft.target_layer_ids=[]"], "draft: target_layer_ids []: name some layers, each once"),
+        (["draft.target_layer_ids=[5, 5]"], "draft: target_layer_ids [5, 5]: name some layers, each once"),
         (["target=3"], "target: "),
         (["target.path.x=3"], "target.path.x: path is a value, not a section"),
         (["train.steps"], 'train.steps: expected key=value, as in "train.steps=200"'),
@@ -76,10 +86,37 @@ def test_a_wrong_value_is_refused_with_its_key(sets: list[str], message: str) ->
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sets", "lines"),
+    [
+        ([], []),
+        (["train.gamma=3"], ["train.gamma 3 does nothing: train.loss is d-pace"]),
+        (["train.gamma=3", "train.loss=exp-decay"], []),
+        (["train.alpha=0.5", "train.loss=exp-decay"], ["train.alpha 0.5 does nothing: train.loss is exp-decay"]),
+        (["train.alpha=0.1"], []),
+        (
+            ["draft.captured=3", "draft.target_layer_ids=[1, 4]"],
+            ["draft.captured 3 does nothing: draft.target_layer_ids names 2 layers"],
+        ),
+        (["draft.captured=2", "draft.target_layer_ids=[1, 4]"], []),
+        (["draft.target_layer_ids=[1, 4]"], []),
+        (["train.eval_every=5"], ["train.eval_every 5 does nothing: there is no data.heldout"]),
+        (["train.eval_every=5", "data.heldout=x"], []),
+        (["preset=qwen3-4b", "train.loss=d-pace", "data.heldout=x"], []),
+    ],
+)
+def test_what_is_set_and_does_nothing_is_said(sets: list[str], lines: list[str]) -> None:
+    assert idle_keys(load(GOOD, sets)) == lines
+
+
 @pytest.mark.parametrize("content", [b"", b"steps", b"[train\n", b"\xff = 1", GOOD.replace(b"path", b"pfad")])
 def test_a_file_that_is_no_config_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigFault):
         load(content)
+
+
+def test_a_mark_that_an_editor_puts_first_is_passed_over() -> None:
+    assert load(b"\xef\xbb\xbf" + GOOD) == load(GOOD)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from trainer import presets
 from trainer.__main__ import main
-from trainer.config import ConfigFault, TrainConfig, as_mapping, load
+from trainer.config import ConfigFault, TrainConfig, as_mapping, default_gamma, load
 
 OWN = '[data]\ntrain = "own.jsonl"\n[train]\nsteps = 7\n'
 
@@ -25,7 +25,8 @@ def test_the_file_and_sets_go_before_the_preset() -> None:
     text = f'preset = "qwen3-4b"\n[target]\npath = "here"\n{OWN}lr = 1e-5\n'
     config = load(text.encode(), ["train.anchors=64"])
     assert (config.target.path, config.train.lr, config.train.anchors) == ("here", 1e-5, 64)
-    assert config.train.gamma == 7.0
+    assert config.train.gamma is None  # by the block: 7 for the preset's, 4 for one of 8
+    assert default_gamma(config.draft.block) == 7.0
     assert load(OWN.encode(), ["preset=qwen3-8b"]).target.path == "Qwen/Qwen3-8B"
 
 
