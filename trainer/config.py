@@ -30,13 +30,13 @@ class ConfigFault(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class TargetSection(Section):
     """[target]: the frozen model that the drafter learns to predict."""
 
-    path: str
+    path: str = Field(min_length=1)
     """A local folder (relative to where the trainer runs: the release) or a Hugging Face hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and features of the target. auto: bfloat16 on CUDA, float32 on the CPU."""
@@ -63,6 +63,13 @@ class DraftSection(Section):
     """Slots of a block see no later ones. Older servers don't know such drafters: false is what all load alike."""
 
     @model_validator(mode="after")
+    def _layers_once(self) -> "DraftSection":
+        named = self.target_layer_ids
+        if named is not None and (not named or len({*named}) < len(named)):
+            raise ValueError(f"target_layer_ids {list(named)}: name some layers, each once")
+        return self
+
+    @model_validator(mode="after")
     def _whole_windows(self) -> "DraftSection":
         if self.sliding_window is None:
             if self.sliding_layers is not None:
@@ -84,9 +91,9 @@ class DataSection(Section):
     Parquet, or a folder of them. What is not prepared yet is prepared into the run's folder first.
     """
 
-    train: str
+    train: str = Field(min_length=1)
     """Conversations to learn from."""
-    heldout: str | None = None
+    heldout: Annotated[str, Field(min_length=1)] | None = None
     """Conversations that are only measured on."""
     row_tokens: int = Field(default=1024, ge=8)
     """Tokens in a row; several conversations are packed into one, longer ones are cut."""
@@ -124,7 +131,7 @@ class TrainSection(Section):
     """AdamW's decay of the matrices (norms have none)."""
     clip: float = Field(default=1.0, gt=0)
     """Highest norm of the whole gradient."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Draws weights, order of the data and anchors."""
     chunk_blocks: int = Field(default=256, ge=1)
     """Blocks whose logits exist at one time; smaller saves memory, same result but for rounding."""
@@ -189,12 +196,14 @@ def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None 
         except OSError as error:
             raise ConfigFault(name, "", f"can't be read: {error.strerror}") from error
     try:
-        data = tomllib.loads(content.decode())
+        data = tomllib.loads(content.decode("utf-8-sig"))  # Windows' editors begin a file with a mark
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigFault(name, "", f"not TOML: {error}") from error
     for word in sets:
         _override(data, word)
     version = data.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, bool):  # True is 1 to Python
+        raise ConfigFault(name, "schema_version", f"should be {SCHEMA_VERSION}, got {version!r}")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         why = f"{version} is newer than this trainer, which knows {SCHEMA_VERSION}"
         raise ConfigFault(name, "schema_version", why)
