@@ -131,10 +131,19 @@ class Work:
 
     def settings(self, **more: Any) -> dict[str, Any]:
         """All that the answers follow from."""
-        found: dict[str, Any] = {**asdict(self.manner), "last_turn_only": self.options.last_turn_only}
-        found["near_duplicates"] = self.options.drop_near_duplicates
+        options = self.options
+        found: dict[str, Any] = {
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "max_new_tokens": options.max_new_tokens,
+            "min_new_tokens": options.min_new_tokens,
+            "seed": options.seed,
+            "last_turn_only": options.last_turn_only,
+            "drop_near_duplicates": options.drop_near_duplicates,
+        }
         if self.source is None:
-            found["self_prompts"] = self.options.self_prompts
+            found["self_prompts"] = options.self_prompts
         else:
             found |= {"data": self.source.name, "data_digest": self.source.digest()}
         return found | more

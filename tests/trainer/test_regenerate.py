@@ -21,9 +21,10 @@ from trainer.answering import Local, Manner, text_reader
 from trainer.asked import Asked, asked_from
 from trainer.chat import prompt_tokens
 from trainer.conversations import LineError
+from trainer.finished import Finished
 from trainer.prepare import prepared_data
 from trainer.prepared import DataError
-from trainer.prompts import user_header
+from trainer.prompts import sample_prompts, user_header
 from trainer.regenerate import main
 from trainer.room import Room
 from trainer.sampling import greedy
@@ -422,12 +423,28 @@ def test_the_same_command_goes_on_with_what_is_missing(
     assert resumed == run(saved, tmp_path / "whole.jsonl", prompts=("--data", str(data)))
 
 
+def test_samples_of_prompts_are_gone_on_with(tmp_path: Path) -> None:
+    target, told = talkative(), list[str]()
+    room = Room(target, 4, sampled=True, say=told.append)
+    samples = Finished(tmp_path / "prompts.part", {}, told.append)
+    sample_prompts(target, 30, samples, room, seed=1, stop=lambda: len(samples.numbers) > 9)
+    before = samples.path.read_bytes()
+    assert 9 < len(samples.numbers) < 30
+    sample_prompts(target, 30, samples, room, seed=1, stop=lambda: False)
+    after = samples.path.read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == 31 and samples.numbers == set(range(30))
+    samples.close()
+    with pytest.raises(ValueError, match="begun with other settings: seed was None, now 1"):
+        Finished(samples.path, {"seed": 1}, told.append)
+    assert not told
+
+
 def test_other_settings_are_not_mixed_in(saved: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
     data, out = broken(4)
     before = part(out).read_bytes()
     for more, name in (
         (["--seed", "5"], "seed was 0, now 5"), (["--temperature", "1"], "temperature was 0.0, now 1.0"),
-        (["--max-new-tokens", "21"], "limit was 20, now 21"), (["--last-turn-only"], "last_turn_only was False"),
+        (["--max-new-tokens", "21"], "max_new_tokens was 20, now 21"), (["--last-turn-only"], "last_turn_only was"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"begun with other settings: {name}"):
             run(saved, out, *more, prompts=("--data", str(data)))
@@ -557,7 +574,7 @@ def test_however_it_ends_nothing_is_lost_and_nothing_changes(
 def test_one_process_at_a_time(saved: Path, tmp_path: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
     data, out = broken(4)
     with part(out).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH)
         with pytest.raises(ValueError, match="is being written by another process"):
             run(saved, out, prompts=("--data", str(data)))
 
