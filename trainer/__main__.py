@@ -84,7 +84,9 @@ def check(config: Path, sets: Sequence[str], *, as_json: bool) -> int:
 def dry_run(config: TrainConfig) -> int:
     """Prints what a training would be like, and trains nothing."""
     try:
-        print(importlib.import_module("trainer.estimate").dry_run(config))
+        page = importlib.import_module("trainer.estimate").dry_run(config)
+        importlib.import_module("trainer.start").check_paths(config)
+        print(page)
     except (ValueError, RuntimeError, OSError) as error:
         return fail(error)
     except KeyboardInterrupt:

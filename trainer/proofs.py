@@ -49,6 +49,12 @@ class Seen:
 def prove(runner: ByHand | Hooked, parts: Parts) -> None:
     """Raises TargetError when the model is not what training and decoding take it for; sets a hooked one's scales."""
     seen = _own(parts)
+    if not all(hidden.isfinite().all() for hidden in (*seen.layers_DSH, seen.final_DSH, seen.logits_DSV)):
+        wrong = (name for name, weight in parts.model.named_parameters() if not weight.isfinite().all())
+        name = next(wrong, None)
+        raise TargetError(
+            f"its weights are not finite: {name}" if name else "what it computes is not finite: try float32"
+        )
     embedding_scale, logit_scale = _embedding_scale(seen, parts), _logit_scale(seen, parts)
     if isinstance(runner, ByHand):
         if (embedding_scale, logit_scale) != (1.0, 1.0):

@@ -93,6 +93,11 @@ def test_a_dry_run_prints_what_it_would_take_and_makes_nothing(
     assert main(["train", "--dry-run", config, "--set", "train.steps=5"]) == 1
     assert capsys.readouterr().err == "RuntimeError: no such; GPU\n"
     assert main(["train", "--dry-run", config, "--set", "train.lr=0"]) == 3
+    for key in ("train", "heldout"):
+        capsys.readouterr()
+        assert main(["train", "--dry-run", config, "--set", f"data.{key}=none.jsonl"]) == 1
+        told = capsys.readouterr()
+        assert (told.out, told.err) == ("", "DataError: data none.jsonl can't be read: No such file or directory\n")
     assert not run.exists()
 
 
