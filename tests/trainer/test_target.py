@@ -386,3 +386,12 @@ def test_a_saved_target_loads_as_it_was(tmp_path: Path) -> None:
     )
     assert loaded.end_tokens() == {2}
     assert loaded.tokenizer.encode("a b\n") == target.tokenizer.encode("a b\n")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, saved: Path) -> None:
+    weights = load_file(saved / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"][0, 0] = value
+    save_file(weights, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=r"its weights are not finite: model\.layers\.2\.mlp\.down_proj\.weight"):
+        load_target(saved)
