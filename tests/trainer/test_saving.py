@@ -176,6 +176,31 @@ def test_a_full_disk_ends_a_training_in_one_line_with_what_is_left(
     assert [figure["step"] for figure in figures(metrics_of(tmp_path))] == list(range(1, 21))
 
 
+def test_a_disk_too_full_for_the_status_too_still_tells_of_the_checkpoint(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def nothing_more(*args: Any, **named: Any) -> None:
+        monkeypatch.setattr("trainer.journal.replace_file", full)
+        full()
+
+    monkeypatch.setattr(saving, "write_checkpoint", nothing_more)
+    config = config_of(tiny_folder, train__steps=2, train__checkpoint_every=9)
+    with pytest.raises(OSError, match=r"no checkpoint could be written: .*No space left on device; there is none"):
+        train(config, tmp_path, say=silent)
+
+
+def test_a_step_is_saved_once_by_each_run(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=2)
+    for run, count in (("first", 1), ("first", 0), ("second", 1), ("second", 0)):
+        lines: list[str] = []
+        resume = tmp_path / "first" if run == "second" else None
+        train(config, tmp_path / run, resume=resume, say=lines.append)
+        assert len([line for line in lines if line.startswith("saved step-00000002")]) == count
+
+
 def test_a_resume_tells_what_has_changed_and_nothing_else(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
