@@ -17,6 +17,7 @@ from torch import nn
 
 import dflash_ops
 from trainer import sizes
+from trainer.draft import DraftModel, RMSNorm
 from trainer.masks import document_mask, step_mask
 from trainer.target import TargetError, TargetModel, first_line, load_target
 
@@ -395,3 +396,32 @@ def test_weights_that_are_not_finite_are_named(value: float, saved: Path) -> Non
     save_file(weights, saved / "model.safetensors", {"format": "pt"})
     with pytest.raises(TargetError, match=r"its weights are not finite: model\.layers\.2\.mlp\.down_proj\.weight"):
         load_target(saved)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_drafter_turns_positions_as_its_target_does(family: str, kind: str) -> None:
+    """Theta, scaling, and with them the sizes that have no other test: norms' epsilon and the longest text."""
+    rope = {**ROPES[kind], "rope_theta": 5e5}
+    target = tiny_target(family, rope_parameters=rope, rms_norm_eps=3e-5, max_position_embeddings=777)
+    config = target.draft_config(2, 8, (1, 2, 3))
+    assert (config.rope_theta, config.rms_norm_eps, config.max_position_embeddings) == (5e5, 3e-5, 777)
+    assert config.rope_scaling == (None if kind == "plain" else ROPES[kind])
+    drafter = DraftModel(config)
+    assert {module.eps for module in drafter.modules() if isinstance(module, RMSNorm)} == {3e-5}
+    positions = torch.tensor([[0, 1, 2, 63, 200, 776]])
+    wanted_cos, wanted_sin = target.model.model.rotary_emb(torch.zeros(1, 6, 32), positions)
+    cos, sin = drafter.rotary(positions)
+    torch.testing.assert_close(cos[:, 0], wanted_cos, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sin[:, 0], wanted_sin, rtol=1e-6, atol=1e-6)
