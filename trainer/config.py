@@ -155,6 +155,8 @@ class TrainSection(Section):
     """Where the drafter trains: auto (the first GPU, or the CPU), cpu, cuda:N."""
     target_device: Device | None = None
     """Where the target runs. None: with the drafter."""
+    fx_fix: Literal["per-thread", "always-false", "off"] = "per-thread"
+    """How torch.fx is made fit for threads: each has its own state; or none is told that it traces; or not at all."""
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> "TrainSection":
