@@ -395,11 +395,12 @@ def part(out: Path) -> Path:
     return out.with_name("out.jsonl.part")
 
 
+@pytest.mark.parametrize("more", [[], ["--drop-near-duplicates", "1"]])
 def test_the_same_command_goes_on_with_what_is_missing(
     saved: Path, tmp_path: Path, broken: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], more: list[str],
 ) -> None:  # fmt: skip
-    data, out = broken(13)
+    data, out = broken(13, *more)
     assert f"13 conversations are in {part(out)}; the same command goes on" in capsys.readouterr().err
     lines = part(out).read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 13
@@ -414,13 +415,13 @@ def test_the_same_command_goes_on_with_what_is_missing(
         return prompts(self, some)
 
     monkeypatch.setattr(Local, "_prompts", seen)
-    resumed = run(saved, out, prompts=("--data", str(data)))
+    resumed = run(saved, out, *more, prompts=("--data", str(data)))
     assert set(asked) == set(range(1, 31)) - set(numbers[:12])
     said = capsys.readouterr().err
     assert f"the last line was torn, {len(lines[-1]) - 5:,} bytes of it are dropped" in said
     assert f"going on behind 12 conversations in {part(out)}" in said
     assert not part(out).exists()
-    assert resumed == run(saved, tmp_path / "whole.jsonl", prompts=("--data", str(data)))
+    assert resumed == run(saved, tmp_path / "whole.jsonl", *more, prompts=("--data", str(data)))
 
 
 def test_samples_of_prompts_are_gone_on_with(tmp_path: Path) -> None:
