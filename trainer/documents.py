@@ -124,12 +124,13 @@ def answer_pieces(messages: Messages, turn: int, tokenizer: Any) -> list[Piece]:
     before = render(tokenizer, messages[:turn], answer_follows=True)
     after = render(tokenizer, messages[: turn + 1], answer_follows=False)
     said = messages[turn]["content"]
-    if not after.startswith(before):
-        if "<think>" in said or "</think>" in said:
-            raise LineError(
-                f"message {turn}: it holds a thought (<think>), which the chat template writes before the place where "
-                f"answers begin"
-            )
+    kept = after.startswith(before)
+    if ("<think>" in said or "</think>" in said) and not (kept and said.strip() in after[len(before) :]):
+        raise LineError(
+            f"message {turn}: it holds a thought (<think>), which the chat template takes out of an answer without "
+            f"thinking"
+        )
+    if not kept:
         raise LineError(
             f"message {turn}: the chat template writes the answer otherwise than it begins one: its prompt is not how "
             f"this answer's text starts"
