@@ -1,7 +1,8 @@
 """Writes the records of a run: status.json, metrics.jsonl, TensorBoard's events, a line of log for each logged step."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Journal:
 
 
 class Clock:
-    """Time and tokens since the training began, and since the record before."""
+    """Time since the training began; time of training and tokens since the record before."""
 
     def __init__(self) -> None:
         self._began = self._lap = time.monotonic()
@@ -90,8 +91,17 @@ class Clock:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """What is done meanwhile is no training: its time does not count in a lap."""
+        before = time.monotonic()
+        try:
+            yield
+        finally:
+            self._lap += time.monotonic() - before
+
     def lap(self) -> float:
-        """Tokens per second since the last call."""
+        """Tokens per second of training since the last call."""
         here = time.monotonic()
         speed = self._tokens / max(here - self._lap, 1e-9)
         self._lap, self._tokens = here, 0

@@ -10,6 +10,7 @@ a measurement, a checkpoint and the end they are read at once. On the CPU there 
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,10 @@ class Tally:
         self._late = 1 if devices[0].type == "cuda" else 0
         self._waiting: deque[Step] = deque()
         self._clock = Clock()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """For measuring and saving, once all is settled: not counted in tokens per second."""
+        return self._clock.paused()
 
     def add(self, step: Step, queues: dict[str, int]) -> None:
         """Takes a step, and settles those that it is time for. queues: batches that wait in each."""

@@ -14,6 +14,7 @@ from trainer import sizes
 from trainer.blocks import TILE
 from trainer.checkpoint import Progress, Score, Written, load_checkpoint, read_state
 from trainer.config import TrainConfig, default_gamma, idle_keys
+from trainer.diagnosis import explain
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.heldout import heldout_figures
@@ -45,7 +46,7 @@ from trainer.start import (
 )
 from trainer.tally import Step, Tally
 from trainer.target import load_target
-from trainer.threads import nothing_compiles
+from trainer.threads import make_torch_thread_safe, nothing_compiles
 
 DEPTH = 2  # batches that wait between two threads
 
@@ -79,6 +80,7 @@ def train(
         except Stopped:
             outcome = "stopped"
         except Exception as error:
+            explain(error)
             with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
                 journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
             raise
@@ -97,6 +99,9 @@ def _train(
     say: Say,
 ) -> Outcome:
     settings = config.train
+    safety = make_torch_thread_safe(settings.fx_fix)  # before anything compiles
+    if safety.left:
+        say(str(safety))
     device = pick_device(settings.device)
     target_device = pick_device(settings.target_device or settings.device)
     if device.type == "cuda" and config.data.row_tokens % TILE:
@@ -188,7 +193,7 @@ def _train(
     with (
         nothing_compiles(device),
         Saver(run.checkpoints, model, optimizer, keep=settings.keep, origin=origin, saved=saved) as saver,
-        Pipeline[FeatureBatch](source, [("target", features)], DEPTH) as pipeline,
+        Pipeline[FeatureBatch](source, [("target", features)], DEPTH, failed=explain) as pipeline,
     ):
         last_saved = progress.step if is_own else None
         if earlier and not is_own:
@@ -209,11 +214,15 @@ def _train(
             measured = None
             if feed.measures_after(step) and not stop.is_set():
                 tally.settle(pipeline.depths())
-                measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
+                figures.read()  # waits for the step, which is training, before what is none begins
+                with tally.paused():
+                    measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
             decoded = None
             if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
                 tally.settle(pipeline.depths())
-                decoded = decoder.measure(stop)
+                figures.read()
+                with tally.paused():
+                    decoded = decoder.measure(stop)
             score = score_of(measured, decoded)
             rows = feed.source(step)
             tally.add(Step(rows, lr, tokens, figures, measured, decoded), pipeline.depths())
@@ -228,7 +237,8 @@ def _train(
                 tally.settle(pipeline.depths())
                 # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
                 if not tally.skipped_in_a_row:
-                    saver.save(tally.noted(progress), score)
+                    with tally.paused():
+                        saver.save(tally.noted(progress), score)
                     last_saved = step
                     journal.update(step=step)
             saver.poll()

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 
+from trainer import journal as journal_module
 from trainer import tally as module
 from trainer.checkpoint import Progress
 from trainer.data import Cursor
@@ -65,6 +66,29 @@ def test_on_a_gpu_a_step_is_read_once_the_next_is_queued(tmp_path: Path) -> None
     bench.tally.settle({})
     assert bench.read == [1, 2, 3, 4]
     assert bench.told() == [1, 3]
+
+
+def test_what_is_measured_or_saved_between_two_records_does_not_count_in_their_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 100 tokens takes a second; after the 2nd 50 seconds are measured, after the 3rd 20 are saved."""
+    now = [0.0]
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
+    bench = Bench(tmp_path, "cpu")
+    for number in range(1, 7):
+        now[0] += 1.0
+        heldout = HeldoutFigures(4.0, 1.25, 1.5) if number == 2 else None
+        if heldout:
+            with bench.tally.paused():
+                now[0] += 50.0
+        bench.add(number, heldout=heldout)
+        if number == 3:
+            with pytest.raises(OSError), bench.tally.paused():
+                now[0] += 20.0
+                raise OSError
+    records = read_metrics(bench.run.metrics.read_bytes())
+    assert [(record.step, record.tokens_per_s) for record in records] == [(1, 100), (2, 100), (3, 100), (6, 100)]
+    assert [record.seconds for record in records] == [1, 52, 53, 76]
 
 
 def test_on_the_cpu_a_step_is_read_at_once(tmp_path: Path) -> None:

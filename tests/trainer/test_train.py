@@ -1,5 +1,6 @@
 """Whole trainings of a tiny target: they learn, repeat, resume bit for bit, and end well however they end."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from trainer.config import load
 from trainer.data import DataError
 from trainer.features import FeatureBatch
 from trainer.learner import Learner, Measured
+from trainer.live import HeldoutDecoder
 from trainer.records import RunDir, checkpoint_name, read_metrics
+from trainer.saving import Saver
+from trainer.tally import Tally
 from trainer.train import TrainingError, train
 
 # --- learning ---
@@ -60,6 +64,35 @@ def test_micro_batches_and_chunks_change_nothing_but_rounding(tiny_folder: Path,
         assert one.loss == pytest.approx(other.loss, rel=1e-4)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
         assert one.heldout_loss == (None if other.heldout_loss is None else pytest.approx(other.heldout_loss, rel=1e-4))
+
+
+def test_speed_is_that_of_training_alone(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured, decoded and saved happens while the clock is stopped, and no learning does."""
+    paused, seen = list[bool](), dict[str, set[bool]]()
+
+    @contextlib.contextmanager
+    def pausing(_: Tally) -> Generator[None]:
+        paused.append(True)
+        yield
+        paused.pop()
+
+    def watch(kind: Any, name: str) -> None:
+        plain = getattr(kind, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            seen.setdefault(name, set()).add(bool(paused))
+            return plain(*given, **named)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    monkeypatch.setattr(Tally, "paused", pausing)
+    watched = [(Learner, "learn"), (Learner, "update"), (Learner, "measure_all"), (HeldoutDecoder, "measure")]
+    for kind, name in [*watched, (Saver, "save")]:
+        watch(kind, name)
+    changes = {"train__eval_every": 1, "train__decode_every": 1, "train__decode_prompts": 1, "train__decode_tokens": 2}
+    train(config_of(tiny_folder, train__steps=2, train__checkpoint_every=1, **changes), tmp_path, say=silent)
+    learning, other = {"learn": {False}, "update": {False}}, {"measure_all": {True}, "measure": {True}, "save": {True}}
+    assert seen == learning | other
 
 
 def test_the_records_say_what_was_done(tiny_folder: Path, tmp_path: Path) -> None:
@@ -192,9 +225,7 @@ def test_changed_data_is_said_when_resuming(tiny_folder: Path, tmp_path: Path) -
     write_jsonl(data, conversations(14))
     lines: list[str] = []
     train(load(text), tmp_path / "run", say=lines.append)
-    assert (
-        "the data has changed since then: going on with row 4, at the begin of epoch 2 of what is there now" in lines
-    )
+    assert "the data has changed since then: going on with row 4, at the begin of epoch 2 of what is there now" in lines
 
 
 def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: Path) -> None:
