@@ -138,7 +138,7 @@ class Prepared:
             raise self._damaged("its files don't fit each other")
 
     def verify(self, check: Callable[[], None] = lambda: None) -> None:
-        """Reads all of it, about a gigabyte a second. Raises DataError when it isn't what was written.
+        """Reads all of it, half a gigabyte a second or more. Raises DataError when it isn't what was written.
 
         check: called now and then; it may raise what ends the reading.
         """
