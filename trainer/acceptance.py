@@ -78,11 +78,6 @@ def answer_cycles(loss_mask_S: Bools, document_ids_S: Integers, accepted_S: Inte
     return answers
 
 
-def cycle_walk(loss_mask_S: Bools, document_ids_S: Integers, accepted_S: Integers) -> list[int]:
-    """The same for the row as a whole: the tau of each cycle, one answer after the other."""
-    return [tau for cycles in answer_cycles(loss_mask_S, document_ids_S, accepted_S) for tau in cycles]
-
-
 def summarise(answers: Sequence[Sequence[int]]) -> CycleFigures:
     """The figures of answers given as the tau of each of their cycles."""
     walked = [cycles for cycles in answers if cycles]

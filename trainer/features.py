@@ -34,7 +34,9 @@ class RowBatch:
     positions_BS: Tensor  # int64
     anchors_BN: Tensor  # int64
     keep_BN: Tensor  # bool: False for a slot that found no anchor
-    numbers: tuple[int, ...] = ()  # of the rows: a bad step names them
+    numbers: tuple[
+        int, ...
+    ] = ()  # of the rows; as `lines`, for who looks at a batch: a bad step is named by feed.StepSource
     lines: tuple[tuple[int, ...], ...] = ()  # for each row the source lines of its documents
 
     def to(self, device: torch.device) -> "RowBatch":

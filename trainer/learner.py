@@ -47,10 +47,6 @@ class StepFigures:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))
 
-    def ready(self) -> bool:
-        """Whether `read` would not wait."""
-        return self._arrived is None or self._arrived.query()
-
     def read(self) -> Figures:
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -172,7 +168,8 @@ class Learner:
 
     def terms(self, batch: FeatureBatch) -> LossTerms:
         """Forward and loss of a batch that one forward takes whole."""
-        assert batch.forwards() == 1, "only measure_all takes more anchors than one forward does"
+        if batch.forwards() != 1:
+            raise ValueError("only measure_all takes more anchors than one forward does")
         terms, _ = self._part(batch, 0)
         return terms
 
@@ -206,13 +203,8 @@ class Learner:
         return StepFigures(terms, grad_norm, finite)
 
     @torch.no_grad()
-    def measure(self, batch: FeatureBatch) -> LossTerms:
-        """The loss of a batch that is not learned from, at the anchors of one forward."""
-        return self.terms(batch)
-
-    @torch.no_grad()
     def measure_all(self, batch: FeatureBatch) -> Measured:
-        """The same at all anchors of a batch, which may take many forwards, all of the shape that `measure` has."""
+        """A batch that is not learned from, at all its anchors: many forwards, all of the shape that `learn` has."""
         parts = [self._part(batch, index) for index in range(batch.forwards())]
         terms = parts[0][0]
         for more, _ in parts[1:]:
@@ -220,7 +212,7 @@ class Learner:
         return Measured(terms, torch.cat([accepted_BN for _, accepted_BN in parts], dim=1), batch)
 
     def warm_up(self, batch: FeatureBatch) -> None:
-        """Compiles everything that `learn`, `measure` and `measure_all` will run, and leaves no trace in the drafter.
+        """Compiles everything that `learn` and `measure_all` will run, and leaves no trace in the drafter.
 
         batch: one as they will come, teacher included where the objective needs it.
         """

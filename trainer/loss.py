@@ -174,39 +174,6 @@ class _WithGradient(torch.autograd.Function):
         return grad * grads[0].to(grad.dtype), None, None
 
 
-def blocks_loss(
-    hidden_BNTH: Tensor,
-    head_VH: Tensor,
-    labels_BNP: Tensor,
-    label_mask_BNP: Tensor,
-    keep_BN: Tensor,
-    weighting: Weighting,
-    chunk_blocks: int,
-    chunk: ChunkLoss = chunk_loss,
-    *,
-    teacher_BNPH: Tensor | None = None,
-    objective: Objective = "cross-entropy",
-) -> LossTerms:
-    """The loss of all blocks, slot 0 left out. `chunk` may be a compiled chunk_loss.
-
-    hidden_BNTH: the drafter's output, [B, N, T, H]; head_VH: the target's head, frozen. teacher_BNPH: what the target's
-    head reads at token a + k - 1 for slot k = 1..P, its final norm done; only the soft objectives need it.
-    """
-    terms, _ = loss_and_accepted(
-        hidden_BNTH,
-        head_VH,
-        labels_BNP,
-        label_mask_BNP,
-        keep_BN,
-        weighting,
-        chunk_blocks,
-        chunk,
-        teacher_BNPH=teacher_BNPH,
-        objective=objective,
-    )
-    return terms
-
-
 def loss_and_accepted(
     hidden_BNTH: Tensor,
     head_VH: Tensor,
@@ -220,9 +187,12 @@ def loss_and_accepted(
     teacher_BNPH: Tensor | None = None,
     objective: Objective = "cross-entropy",
 ) -> tuple[LossTerms, Tensor]:
-    """As blocks_loss, with each block's accepted slots, [B, N]: leading supervised slots whose best token is the label.
+    """The loss of all blocks, slot 0 left out, and each block's accepted slots, [B, N]: leading supervised ones whose
+    best token is the label. LossTerms.accepted is their sum over the kept blocks, and 1 more for each.
 
-    LossTerms.accepted is their sum over the kept blocks, and 1 more for each.
+    hidden_BNTH: the drafter's output, [B, N, T, H]; head_VH: the target's head, frozen; `chunk` may be a compiled
+    chunk_loss. teacher_BNPH: what the target's head reads at token a + k - 1 for slot k = 1..P, its final norm done;
+    only the soft objectives need it.
     """
     soft = objective != "cross-entropy"
     if soft and teacher_BNPH is None:

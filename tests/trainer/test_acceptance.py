@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_targets import tiny_target
 
-from trainer.acceptance import answer_cycles, answers_in, by_position, cycle_walk, summarise
+from trainer.acceptance import answer_cycles, answers_in, by_position, summarise
 from trainer.data import Document, Row, make_row
 from trainer.draft import DraftModel
 from trainer.feed import all_anchors_batch, row_batch
@@ -77,9 +77,6 @@ def test_a_walk_commits_tokens_as_the_loop_does(
     assert cycles == decoded_by_token(row, accepted)
     lengths = [answer for turns in documents for _, answer in turns if answer]
     assert [sum(own) for own in cycles] == [length - 1 for length in lengths]  # the first token is the prompt's pass's
-    assert cycle_walk(row.loss_mask, row.document_ids, np.array(accepted, dtype=np.int64)) == [
-        tau for own in cycles for tau in own
-    ]
 
 
 def test_answers_end_with_their_documents_and_with_their_turns() -> None:
@@ -96,10 +93,10 @@ def test_a_walk_needs_the_anchors_that_it_visits_and_no_others() -> None:
     keep = np.array([True, True, False, False])
     by_place = by_position(anchors, keep, accepted, len(row.ids))
     assert by_place.tolist() == [-1, -1, 2, -1, -1, 1, -1, -1]
-    assert cycle_walk(row.loss_mask, row.document_ids, by_place) == [3, 2]
+    assert answer_cycles(row.loss_mask, row.document_ids, by_place) == [[3, 2]]
     by_place[5] = -1
     with pytest.raises(ValueError, match="no block was measured at token 5 of the row"):
-        cycle_walk(row.loss_mask, row.document_ids, by_place)
+        answer_cycles(row.loss_mask, row.document_ids, by_place)
 
 
 def test_the_figures_weigh_answers_alike_or_cycles_alike() -> None:

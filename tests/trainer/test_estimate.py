@@ -109,7 +109,8 @@ def test_windows_and_objectives_are_in_the_page(tiny_folder: Path) -> None:
     config = load(text.encode(), ["draft.sliding_layers=[0]", "train.objective=kl"])
     cost = soft_cost_line(config, read_shapes(config, 4)[1])
     assert cost in page and "train.objective kl runs the whole target and its head: about 1." in cost
-    hard = dry_run(load(text.encode()))
+    hard = dry_run(load(text.encode(), ["train.gamma=3"]))
+    assert hard.startswith("train.gamma 3 does nothing: train.loss is d-pace\n") and "does nothing" not in page
     assert "read after layers 1, 2, 3: 4 of 6 run" in hard and "runs the whole target" not in hard
 
 

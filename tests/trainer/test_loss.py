@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.loss import LossTerms, Objective, Weighting, blocks_loss, chunk_loss, loss_and_accepted
+from trainer.loss import LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
 
 Kind = Literal["exp-decay", "d-pace"]
 KINDS: list[Kind] = ["exp-decay", "d-pace"]
@@ -39,7 +39,7 @@ class Given:
     ) -> LossTerms:
         here = rows, blocks
         own = self.hidden[here], self.head, self.labels[here], self.mask[here], self.keep[here]
-        return blocks_loss(*own, weighting, chunk_blocks, teacher_BNPH=self.teacher[here], objective=objective)
+        return loss_and_accepted(*own, weighting, chunk_blocks, teacher_BNPH=self.teacher[here], objective=objective)[0]
 
     def gradient(self, terms: LossTerms) -> Tensor:
         (grad,) = torch.autograd.grad(terms.loss_sum, self.hidden)
@@ -131,7 +131,7 @@ def test_the_target_s_distribution_is_asked_for_when_it_is_missing() -> None:
     given = Given()
     own = given.hidden, given.head, given.labels, given.mask, given.keep
     with pytest.raises(ValueError, match="objective 'kl' needs the target's final hidden states"):
-        blocks_loss(*own, Weighting("d-pace"), 4, objective="kl")
+        loss_and_accepted(*own, Weighting("d-pace"), 4, objective="kl")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -207,7 +207,7 @@ def test_a_bfloat16_head_gives_the_gradient_up_to_rounding(objective: Objective)
     hidden = given.hidden.detach().bfloat16().requires_grad_()
     args = given.labels, given.mask, given.keep, Weighting("d-pace"), 2
     teacher = given.teacher.bfloat16()
-    terms = blocks_loss(hidden, given.head.bfloat16(), *args, teacher_BNPH=teacher, objective=objective)
+    terms = loss_and_accepted(hidden, given.head.bfloat16(), *args, teacher_BNPH=teacher, objective=objective)[0]
     assert terms.loss_sum.dtype == torch.float32
     terms.loss_sum.backward()
     assert hidden.grad is not None
@@ -226,7 +226,7 @@ def test_a_bfloat16_head_keeps_the_gradient_of_a_sure_slot(lead: float, objectiv
     for dtype in (torch.float64, torch.bfloat16):
         own = hidden.to(dtype).requires_grad_()
         args = own, head.to(dtype), labels, mask, keep, Weighting("exp-decay"), 4
-        blocks_loss(*args, teacher_BNPH=teacher.to(dtype), objective=objective).loss_sum.backward()
+        loss_and_accepted(*args, teacher_BNPH=teacher.to(dtype), objective=objective)[0].loss_sum.backward()
         assert own.grad is not None
         grads.append(own.grad.double())
     assert 0 < -grads[0][0, 0, 1, 3] < 0.004
