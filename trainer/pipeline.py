@@ -10,6 +10,7 @@ A known gap: nothing watches over the threads. A stage that hangs for good (a fi
 never returns) is waited for without end and without a word; only the run's log standing still shows it.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -92,8 +93,15 @@ def left_running() -> bool:
 class Pipeline(Generic[T]):
     """source -> stage -> stage -> the caller. T is what the last stage returns."""
 
-    def __init__(self, source: Iterable[Any], stages: Sequence[tuple[str, Callable[[Any], Any]]], depth: int) -> None:
-        """depth: items that may wait between two stages."""
+    def __init__(
+        self,
+        source: Iterable[Any],
+        stages: Sequence[tuple[str, Callable[[Any], Any]]],
+        depth: int,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """depth: items that may wait between two stages. failed: gets an error, in its thread, before others stop."""
+        self._failed = failed
         self._channels: list[Channel[Any]] = [Channel(depth) for _ in range(len(stages) + 1)]
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -113,6 +121,8 @@ class Pipeline(Generic[T]):
         except Closed:
             pass
         except BaseException as error:  # whatever it is, the caller must see it and the others must stop
+            with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
+                self._failed(error)
             with self._lock:
                 self._error = self._error or error
             self._close()

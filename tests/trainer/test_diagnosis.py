@@ -1,0 +1,148 @@
+"""What is told when torch's tracer or compiler fails beside threads."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer import threads
+from trainer.diagnosis import advice, concerns_compiler, diagnosis, explain
+from trainer.fx_faults import Turns, in_threads
+from trainer.pipeline import Pipeline
+from trainer.threads import make_torch_thread_safe
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    undo()
+    yield
+    undo()
+
+
+def undo() -> None:
+    if safety := threads.installed():
+        safety.undo()
+
+
+def refused_beside_a_trace() -> str:
+    """What is told of a compiled function that refuses to run while the thread 'tracer' traces."""
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(1))
+    turns, told = Turns(), list[str]()
+
+    def body(x: Tensor) -> Tensor:
+        turns.reach("tracing")
+        turns.wait("told")
+        return x + 1
+
+    def trace() -> None:
+        threading.current_thread().name = "tracer"
+        torch.fx.symbolic_trace(body)
+
+    def call() -> None:
+        threading.current_thread().name = "caller"
+        turns.wait("tracing")
+        try:
+            compiled(torch.ones(1))
+            told.append(diagnosis(RuntimeError("nothing went wrong")))
+        except RuntimeError as error:
+            assert concerns_compiler(error)
+            told.append(diagnosis(error))
+        finally:
+            turns.reach("told")
+
+    assert in_threads(trace, call) == [None, None]
+    return told[0]
+
+
+def test_it_tells_who_traced_and_what_each_thread_did() -> None:
+    told = refused_beside_a_trace()
+    if "nothing went wrong" in told:
+        pytest.skip(f"torch {torch.__version__} no longer refuses")
+    assert "failed in the thread 'caller': RuntimeError: Detected that you are using FX" in told
+    assert "tracing now: 'tracer'" in told
+    assert "told that it traces: one flag for all threads: yes" in told
+    assert "advice: train.fx_fix is not per-thread" in told
+    assert f"torch {torch.__version__}" in told
+    for name in ("'tracer'", "'caller'", "'MainThread'"):
+        assert f"thread {name}:" in told
+    assert "turns.wait" in told.partition("thread 'tracer':")[2].partition("\nthread ")[0]
+
+
+def test_it_tells_the_flag_of_each_thread() -> None:
+    make_torch_thread_safe()
+    told = refused_beside_a_trace()
+    line = next(line for line in told.splitlines() if line.startswith("told that it traces:"))
+    assert "'tracer' yes" in line and "'caller' no" in line
+    assert "fix: torch" in told and "repaired flag" in told
+
+
+def test_it_tells_who_compiles() -> None:
+    told: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        told.append(diagnosis(ValueError("no")))
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert "compiling now: 'MainThread'" in told[0]
+    assert "compiling now: no thread" in diagnosis(ValueError("no"))
+
+
+def test_only_errors_of_the_compiler_are_explained_and_once() -> None:
+    ours = ValueError("a row is too long")
+    explain(ours)
+    assert not concerns_compiler(ours) and not hasattr(ours, "__notes__")
+    assert not concerns_compiler(torch.OutOfMemoryError("no room"))
+    with pytest.raises(Exception, match="no") as caught:
+        torch.fx.symbolic_trace(lambda x: [*x, int("no")])  # a proxy can't be taken apart
+    explain(caught.value)
+    explain(caught.value)
+    assert len(caught.value.__notes__) == 1
+    wrapped = RuntimeError("the target failed")
+    wrapped.__cause__ = caught.value
+    assert concerns_compiler(wrapped)
+
+
+def test_an_error_of_the_warm_up_is_told_as_such() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    compiled(torch.ones(1))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError) as caught:
+        compiled(torch.ones(3))
+    assert concerns_compiler(caught.value)
+    assert "after the warm-up" in advice(caught.value)
+
+
+def test_the_advice_goes_by_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Detected that you are using FX to symbolically trace a dynamo-optimized function")
+    assert "train.fx_fix is not per-thread" in advice(error)
+    safety = make_torch_thread_safe()
+    assert "selftest threads" in advice(error)
+    monkeypatch.setitem(safety.left, "overlap", "bad")
+    assert "could not be repaired (overlap)" in advice(error)
+
+
+def test_a_stage_that_fails_in_the_tracer_says_so_from_its_own_thread() -> None:
+    def stage(item: int) -> Tensor:
+        return torch.fx.symbolic_trace(lambda x: [*x])(torch.ones(item))
+
+    with (
+        pytest.raises(torch.fx.proxy.TraceError) as caught,
+        Pipeline([1, 2], [("target", stage)], 1, failed=explain) as pipeline,
+    ):
+        list(pipeline)
+    assert "failed in the thread 'target'" in caught.value.__notes__[0]
+    assert "thread 'MainThread':" in caught.value.__notes__[0]
+
+
+def test_a_diagnosis_that_fails_hides_nothing() -> None:
+    def stage(item: int) -> int:
+        raise ValueError("the real one")
+
+    def failed(error: BaseException) -> None:
+        raise RuntimeError("of the diagnosis")
+
+    with pytest.raises(ValueError, match="the real one"), Pipeline([1], [("s", stage)], 1, failed=failed) as pipeline:
+        list(pipeline)
