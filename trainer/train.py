@@ -99,9 +99,6 @@ def _train(
     say: Say,
 ) -> Outcome:
     settings = config.train
-    safety = make_torch_thread_safe(settings.fx_fix)  # before anything compiles
-    if safety.left:
-        say(str(safety))
     device = pick_device(settings.device)
     target_device = pick_device(settings.target_device or settings.device)
     if device.type == "cuda" and config.data.row_tokens % TILE:
@@ -126,6 +123,12 @@ def _train(
     for line in feed.report:
         say(line)
     draft = draft_config(config, target, [data, heldout] if heldout else [data], earlier)
+
+    # Before anything compiles, and before there are threads.
+    safety = make_torch_thread_safe(settings.fx_fix)
+    if safety.left:
+        say(str(safety))
+
     model = fresh_drafter(draft, settings.seed).to(device)
     optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
     learner = Learner(
