@@ -14,6 +14,7 @@ REMOTE = sorted((OPS / "remote").glob("*.py"))
 
 STARTS_PROCESSES = (
     "dflash_ops/shell.py", "dflash_ops/sandbox/", "dflash_ops/remote/", "trainer/__main__.py", "trainer/export.py",
+    "trainer/selftest.py",
 )  # fmt: skip
 SPEAKS_SSH = ("dflash_ops/ssh.py", "dflash_ops/sandbox/")
 # What a file may import of dflash_ops, for those that know nothing of what is above them.

@@ -36,6 +36,7 @@ OTHERS = {
     "eval": ("trainer.evaluate", "decode with a drafter: acceptance length, speed, and that no token changes"),
     "export": ("trainer.export", "a drafter as transformers, SGLang and vLLM load it, read back before it is done"),
     "chat": ("trainer.talk", "talk with a target through its drafter: its tokens are shown in green"),
+    "selftest": ("trainer.selftest", "does this torch work beside threads: its faults, with and without the repair"),
     "import-gguf": ("trainer.models", "make the small real target"),
 }
 

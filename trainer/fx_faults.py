@@ -142,7 +142,7 @@ def flag() -> str | None:
         return "another thread took the flag from the thread that traces"
     if own != [True, True]:
         return "the thread that traces is not told so"
-    return _first(errors)
+    return first_error(errors)
 
 
 @dataclass
@@ -203,7 +203,7 @@ def stuck_flag() -> str | None:
 
 def overlap() -> str | None:
     found = _overlapping()
-    if error := _first(found.errors):
+    if error := first_error(found.errors):
         return error
     if found.patched:
         return "two traces that overlap leave nn.Module patched for ever"
@@ -238,7 +238,7 @@ def metadata() -> str | None:
 
     with torch_restored():
         errors = in_threads(annotating, preserving)
-    if error := _first(errors):
+    if error := first_error(errors):
         return error
     if seen["preserves"] or "custom" in seen["meta"]:
         return "a thread sees the metadata of what another one traces"
@@ -273,7 +273,7 @@ def module_patches() -> str | None:
 
     with torch_restored():
         errors = in_threads(trace, call)
-    if error := _first(errors):
+    if error := first_error(errors):
         return error
     if not all(isinstance(answer, Tensor) for answer in answers) or len(graphs[0].nodes) != 3:
         return "a module called in one thread is recorded into what another one traces"
@@ -304,10 +304,10 @@ def make_fx() -> str | None:
         errors = in_threads(trace, ask)
     if other != [None]:
         return "a thread takes another one's make_fx tracer for its own"
-    return _first(errors)
+    return first_error(errors)
 
 
-def _first(errors: list[Exception | None]) -> str | None:
+def first_error(errors: list[Exception | None]) -> str | None:
     """The first error of several threads, in a line; one that waited for a thread that failed says the least."""
     found = sorted((error for error in errors if error), key=lambda error: isinstance(error, TimeoutError))
     return f"{type(found[0]).__name__}: {found[0]}".split("\n")[0] if found else None
