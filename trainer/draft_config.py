@@ -223,8 +223,8 @@ class DraftConfig:
             layer_types=layer_types,
             sliding_window=window,
             causal=_causal(data, dflash),
-            embedding_scale=_number(float, dflash.get("input_embedding_scale") or 1.0, "input_embedding_scale"),
-            logit_scale=_number(float, dflash.get("output_multiplier") or 1.0, "output_multiplier"),
+            embedding_scale=_scale(dflash, "input_embedding_scale"),
+            logit_scale=_scale(dflash, "output_multiplier"),
         )
 
 
@@ -305,6 +305,12 @@ def _mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"drafter config: {name} is no JSON object")
     return cast(Mapping[str, Any], value)
+
+
+def _scale(dflash: Mapping[str, Any], name: str) -> float:
+    """A factor of the target's, 1 where none is named."""
+    found = dflash.get(name)
+    return 1.0 if found is None else _number(float, found, name)
 
 
 def _number(kind: type[Number], value: object, name: str) -> Number:

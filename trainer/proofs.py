@@ -156,14 +156,15 @@ def _logit_scale(seen: Seen, parts: Parts) -> float:
 
 
 def _factor(given: Tensor, found: Tensor, dtype: torch.dtype, named: Sequence[float | None]) -> float | None:
-    """The constant c with found = c * given, or None. One that is as good as 1 or a named one is exactly that."""
+    """The constant c with found = c * given, or None. One that can't be told from 1 or a named one is the nearest."""
     if given.shape != found.shape or not given.abs().sum() > 0:
         return None
     loose = 1e-4 if dtype == torch.float32 else 2e-2
     scale = float((given * found).sum() / (given * given).sum())
     if not scale > 0 or not (found - scale * given).abs().max() <= loose * found.abs().max():
         return None
-    return next((known for known in (1.0, *named) if known and abs(scale / known - 1) < loose), scale)
+    known = min((one for one in (1.0, *named) if one), key=lambda one: abs(scale / one - 1))
+    return known if abs(scale / known - 1) < loose else scale
 
 
 # --- our pass against it -------------------------------------------------------------------------------------------

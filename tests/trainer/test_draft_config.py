@@ -158,7 +158,10 @@ def test_without_layer_types_the_layers_are_those_of_transformers(
 
 
 SLIDES = {"layer_types": [SLIDING] * 2, "use_sliding_window": True, "sliding_window": 64}
-NAMES = {"input_embedding_scale": "embedding_scale -1.0"}  # what the drafter calls it
+NAMES = {
+    "output_multiplier": "output_multiplier|logit_scale",
+    "input_embedding_scale": "embedding_scale -1.0",
+}  # what the drafter calls it
 
 
 @pytest.mark.parametrize(
@@ -221,6 +224,7 @@ def test_a_config_that_means_another_model_is_refused(change: dict[str, Any], me
         ("something_new", "x"),
         ("input_embedding_scale", -1.0),
         ("output_multiplier", "2"),
+        ("output_multiplier", 0),
     ],
 )
 def test_a_key_of_another_stack_is_refused_by_name(key: str, value: object) -> None:

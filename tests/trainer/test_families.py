@@ -154,6 +154,13 @@ def test_half_precision_is_proved_too_and_has_the_same_scales(family: str) -> No
     assert document_features(target, ids, LAYERS).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_near_1_is_the_config_s(dtype: torch.dtype) -> None:
+    """In half precision it can't be told from 1 by measuring."""
+    assert TargetModel(tiny_model("cohere", logit_scale=1.015).to(dtype)).logit_scale == 1.015
+    assert TargetModel(tiny_model("cohere", logit_scale=1.0).to(dtype)).logit_scale == 1.0
+
+
 def test_a_model_that_also_sees_is_taken_by_its_language_model() -> None:
     text = tiny_config("gemma3_text").to_dict()
     eye = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
@@ -301,6 +308,22 @@ def shifts(model: Any) -> None:
     model.model.layers[0].register_forward_pre_hook(lambda _module, given: (given[0] + given[0].pow(2), *given[1:]))
 
 
+class InPlace(nn.Module):
+    """A layer that writes into the states it is given: what a hook before it has kept is then its own output."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor, *given: Any, **named: Any) -> Tensor:
+        output = self.inner(hidden, *given, **named)
+        return hidden.copy_(output[0] if isinstance(output, tuple) else output)
+
+
+def writes_over(model: Any) -> None:
+    model.model.layers[3] = InPlace(model.model.layers[3])
+
+
 def sees_all(model: Any) -> None:
     """A layer lets its tokens see everything before them, whatever the mask."""
     attention = model.model.layers[1].self_attn
@@ -315,6 +338,7 @@ def sees_all(model: Any) -> None:
         (sees_all, "a row packed from two documents gives other features"),
         (doubles, "its logits are not"),
         (shifts, "what enters its first layer"),
+        (writes_over, "its first layers alone give other features than the whole of it"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
