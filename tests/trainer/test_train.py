@@ -407,7 +407,7 @@ def test_a_thread_that_is_left_behind_spoils_no_good_end(long_config: Path, tmp_
     assert status_of(tmp_path / "run").state == "stopped"
 
 
-def test_a_signal_before_the_first_step_leaves_a_checkpoint_too(long_config: Path, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_ends_a_run_that_can_be_started_again(long_config: Path, tmp_path: Path) -> None:
     trainer = Trainer(long_config, tmp_path / "run")
     # The first record is written after torch and transformers are imported, and before the target is loaded.
     retry_until(RunDir(tmp_path / "run").status.exists)
@@ -415,4 +415,8 @@ def test_a_signal_before_the_first_step_leaves_a_checkpoint_too(long_config: Pat
     code, output = trainer.end()
     status = status_of(tmp_path / "run")
     assert code == 0, output
-    assert status.state == "stopped" and status.checkpoint == f"step-{status.step:08d}"
+    # While it prepares data there are no weights to save yet.
+    assert status.state == "stopped" and status.checkpoint in (None, f"step-{status.step:08d}")
+    again = StopAfter(status.step + 1)
+    assert train(load(long_config), tmp_path / "run", stop=again.event, say=again) == "stopped"
+    assert status_of(tmp_path / "run").step == status.step + 1
