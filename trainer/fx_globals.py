@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-from trainer.fx_state import PerThread
+from trainer.fx_state import PerThread, forget
 
 Undo = Callable[[], None]
 _PLACE = "the place of a PerThread"  # in the new code, until the object itself is put there
@@ -54,6 +54,7 @@ def per_thread(module: ModuleType, names: tuple[str, ...], functions: list[Funct
         module.__class__ = old_class
         for function, code in before:
             function.__code__ = code
+        forget(module.__name__)
 
     return undo
 

@@ -72,6 +72,13 @@ def states() -> list[FxState]:
         return list(_all)
 
 
+def forget(module: str) -> None:
+    """Drops what every thread has of a module: the names are the module's own again."""
+    for state in states():
+        for key in [key for key in list(state.values) if key[0] == module]:
+            state.values.pop(key, None)
+
+
 class PerThread:
     """A module's names, as attributes, with a value in each thread."""
 

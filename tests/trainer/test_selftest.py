@@ -1,0 +1,78 @@
+"""`python -m trainer selftest threads`."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+
+from trainer import selftest, threads
+from trainer.selftest import SCENARIOS, Result, main, one, table
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(selftest, "SCENARIOS", tuple(scenario for scenario in SCENARIOS if scenario.name in names))
+
+
+def test_it_shows_a_fault_without_the_repair_and_none_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "compiled-call")
+    assert main(["threads", "--runs", "2", "--device", "cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["held"] is True and told["torch"] == torch.__version__ and told["device"] == "cpu"
+    found = told["faults"]["compiled-call"]
+    assert found["with"] is None
+    if found["without"] is None:
+        assert found["verdict"] == "no longer in this torch"
+    else:
+        assert "FX to symbolically trace" in found["without"] and found["verdict"] == "held"
+
+
+def test_every_scenario_holds_in_this_process() -> None:
+    try:
+        assert {scenario.name: one(scenario.name, "per-thread", torch.device("cpu"), 1) for scenario in SCENARIOS} == {
+            scenario.name: None for scenario in SCENARIOS
+        }
+    finally:
+        if safety := threads.installed():
+            safety.undo()
+
+
+def test_a_repair_that_does_not_hold_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "flag")
+    monkeypatch.setattr(selftest, "in_process", lambda scenario, fix, device, runs: f"bad with {fix}")
+    assert main(["threads", "--device", "cpu"]) == 1
+    told = capsys.readouterr().out
+    assert "FAILED" in told and "bad with off" in told and "THE REPAIR DOES NOT HOLD" in told
+
+
+def test_a_process_that_dies_or_hangs_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*words: object, **more: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], -11, "", "Fatal Python error\nSegmentation fault\n")
+
+    def hangs(*words: object, **more: object) -> None:
+        raise subprocess.TimeoutExpired("python", 300)
+
+    monkeypatch.setattr(subprocess, "run", dies)
+    assert selftest.in_process(SCENARIOS[0], "off", "cpu", 1) == "the process ended with code -11: Segmentation fault"
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert selftest.in_process(SCENARIOS[0], "off", "cpu", 1) == "it did not end in 300 s"
+
+
+def test_what_this_torch_no_longer_has_is_told_as_such() -> None:
+    by_luck = next(scenario for scenario in SCENARIOS if scenario.by_luck)
+    assert Result(SCENARIOS[0], None, None).verdict == "no longer in this torch"
+    assert Result(by_luck, None, None).verdict == "did not come up"
+    assert Result(by_luck, None, "bad").verdict == "FAILED"
+    lines = table([Result(SCENARIOS[0], "x" * 300, None)]).splitlines()
+    assert max(map(len, lines)) < 120 and "…" in lines[1] and lines[1].endswith("held")
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
+        main(["threads", "--device", "cuda"])
