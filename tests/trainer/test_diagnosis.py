@@ -95,7 +95,11 @@ def test_only_errors_of_the_compiler_are_explained_and_once() -> None:
     ours = ValueError("a row is too long")
     explain(ours)
     assert not concerns_compiler(ours) and not hasattr(ours, "__notes__")
-    assert not concerns_compiler(torch.OutOfMemoryError("no room"))
+    inside: dict[str, type[Exception]] = {"OutOfMemoryError": torch.OutOfMemoryError}
+    for name, concerned in (("OutOfMemoryError", False), ("KeyError", True)):
+        with pytest.raises(Exception, match="no room") as raised:
+            exec(compile(f"raise {name}('no room')", "/x/torch/_inductor/compile_fx.py", "exec"), inside)
+        assert concerns_compiler(raised.value) is concerned
     with pytest.raises(Exception, match="no") as caught:
         torch.fx.symbolic_trace(lambda x: [*x, int("no")])  # a proxy can't be taken apart
     explain(caught.value)

@@ -36,6 +36,17 @@ def local():
     return count
 
 
+def mixed():
+    count = 3
+
+    def inner():
+        global count
+        count += 1
+        return count
+
+    return inner(), count
+
+
 def deep():
     def inner():
         return lambda: (count, other)
@@ -110,6 +121,7 @@ def test_variables_of_the_same_name_are_left_alone(module: Any) -> None:
     undo = per_thread(module, ("count",))
     assert (module.shadowed.__code__, module.local.__code__) == before[:2] and module.add.__code__ != before[2]
     assert module.shadowed(4) == [4, 5] and module.local() == 3
+    assert [module.mixed(), module.mixed(), elsewhere(module.mixed)] == [(1, 3), (2, 3), (1, 3)]
     undo()
     assert module.add.__code__ is before[2]
 

@@ -284,6 +284,42 @@ def test_dynamo_compiles_in_one_thread_while_another_traces(safety: ThreadSafety
         assert len(graphs) == 1  # not compiled once more when the other trace was over
 
 
+def recorded() -> list[object]:
+    """What a compilation with a backward records of its nodes."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    compiled = torch.compile(Two(), backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    compiled(torch.ones(1, 2)).sum().backward()
+    kept = ("stack_trace", "custom", "partitioner_tag", "autograd_backward", "fwd_source_fn_stack")
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    first = min(node.meta["seq_nr"] for node in nodes if node.meta.get("seq_nr", -1) >= 0)  # autograd counts on and on
+    assert len(graphs) == 2 and any("stack_trace" in node.meta for node in graphs[1].graph.nodes)
+    return [
+        (
+            str(node),
+            sorted(node.meta),
+            max(node.meta.get("seq_nr", -1) - first, -1),
+            [str(node.meta.get(key)) for key in kept],
+        )
+        for node in nodes
+    ]
+
+
+def test_a_compilation_records_the_same_with_the_repair(safety: ThreadSafety) -> None:
+    repaired = recorded()
+    undo()
+    assert repaired == recorded()
+
+
 # Traces.
 
 
@@ -319,6 +355,38 @@ def test_a_trace_inside_a_trace(safety: ThreadSafety) -> None:
     plain, inner_codes = torch.fx.symbolic_trace(Outer()).graph, inner
     assert [str(node) for node in graph.nodes] == [str(node) for node in plain.nodes]
     assert inner_codes[0] == inner_codes[1] == torch.fx.symbolic_trace(Two()).code
+
+
+@pytest.mark.parametrize("made", ["before", "during"])
+def test_a_function_stays_wrapped_whenever_the_tracer_was_made(safety: ThreadSafety, made: str) -> None:
+    """A Tracer knows the functions of math by what they were when it was made."""
+    turns = Turns()
+
+    def first(x: Tensor) -> Any:
+        turns.reach("first traces")
+        turns.wait("second traces")
+        return math.sqrt(x)
+
+    def second(x: Tensor) -> Any:
+        turns.reach("second traces")
+        turns.wait("first ended")
+        return math.sqrt(x)
+
+    early, plain, targets = torch.fx.Tracer(), math.sqrt, list[object]()
+
+    def trace_first() -> None:
+        try:
+            torch.fx.Tracer().trace(first)
+        finally:
+            turns.reach("first ended")
+
+    def trace_second() -> None:
+        turns.wait("first traces")
+        graph = (early if made == "before" else torch.fx.Tracer()).trace(second)
+        targets.extend(node.target for node in graph.nodes if node.op == "call_function")
+
+    raised(in_threads(trace_first, trace_second))
+    assert targets == [plain] and math.sqrt is plain
 
 
 def test_an_error_inside_a_trace_ends_it(safety: ThreadSafety) -> None:
@@ -455,7 +523,11 @@ def work():
     seen.clear()
     with traceback.preserve_node_meta(), traceback.annotate({"trainer": 1}):
         make_fx(deep)(torch.ones(1))
-    print(sorted(plain), sorted(seen), flush=True)
+        traced = set(seen)
+        seen.clear()
+        deep(torch.ones(1))  # without a dispatch mode: only torch's own context tells
+    handed_over = (False, True, True) in seen or not hasattr(torch._C, "_remove_obj_from_tls")
+    print(sorted(plain), sorted(traced), handed_over, flush=True)
 
 thread = threading.Thread(target=work)
 thread.start()
@@ -470,4 +542,4 @@ def test_autograds_own_threads_see_the_state_of_the_thread_they_work_for() -> No
         [sys.executable, "-c", IN_AUTOGRADS_THREADS], capture_output=True, text=True, cwd=root, timeout=100
     )
     plain, traced = [(False, False, False), (True, False, False)], [(False, True, True), (True, True, True)]
-    assert done.stdout.strip() == f"{plain} {traced}", done.stderr
+    assert done.stdout.strip() == f"{plain} {traced} True", done.stderr
