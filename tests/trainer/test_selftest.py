@@ -17,16 +17,16 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_it_shows_a_fault_without_the_repair_and_none_with_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only(monkeypatch, "compiled-call")
+    only(monkeypatch, "flag")
     assert main(["threads", "--runs", "2", "--device", "cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["held"] is True and told["torch"] == torch.__version__ and told["device"] == "cpu"
-    found = told["faults"]["compiled-call"]
+    found = told["faults"]["flag"]
     assert found["with"] is None
     if found["without"] is None:
         assert found["verdict"] == "no longer in this torch"
     else:
-        assert "FX to symbolically trace" in found["without"] and found["verdict"] == "held"
+        assert "is told that it does" in found["without"] and found["verdict"] == "held"
 
 
 def test_every_scenario_holds_in_this_process() -> None:
