@@ -23,8 +23,8 @@ import torch
 
 from trainer.arguments import at_least_one, at_least_zero, share, temperature
 from trainer.checkpoint import load_drafter
+from trainer.chosen import chosen_drafter
 from trainer.draft import DraftModel
-from trainer.draft_config import DraftConfig
 from trainer.rejection import Sampling, sampling
 from trainer.speculate import Comparison, Decoded, capacity, compare, decode_plain, decode_speculative
 from trainer.stream import coloured, pieces_of, printable
@@ -249,7 +249,10 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 def add_models(parser: argparse.ArgumentParser) -> None:
     """The options that say what decodes, where, and how it is shown."""
     parser.add_argument("--target", required=True, help="folder or hub name of the target model")
-    parser.add_argument("--drafter", required=True, type=Path, help="folder of the drafter, or a checkpoint")
+    parser.add_argument(
+        "--drafter", required=True, type=Path,
+        help="folder of a drafter, of a checkpoint, or of a run: its best checkpoint, or the newest",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="only float32 is lossless (%(default)s)"
@@ -270,11 +273,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=at_least_zero, default=0, help="the same one draws the same (%(default)s)")
 
 
-def load_models(options: argparse.Namespace) -> tuple[TargetModel, DraftModel, DraftConfig]:
-    """Target and drafter. Raises ValueError when they were not made for each other."""
+def load_models(options: argparse.Namespace) -> tuple[TargetModel, DraftModel, Path]:
+    """Target and drafter, and the drafter's folder: of a run the one that was chosen, which is told on stderr.
+
+    What is wrong with the drafter's folder is found before the target, which takes a while, is loaded. Raises
+    ValueError, also when the two were not made for each other.
+    """
     dtype: torch.dtype = getattr(torch, options.dtype)
+    folder = chosen_drafter(options.drafter, lambda line: print(line, file=sys.stderr, flush=True))
     target = load_target(options.target, options.device, dtype)
-    drafter, config = load_drafter(options.drafter, target.device, dtype, target=target)
+    drafter, config = load_drafter(folder, target.device, dtype, target=target)
     for what, made_for, found in (
         ("hidden size", config.hidden_size, target.config.hidden_size),
         ("number of layers", config.num_target_layers, target.num_layers),
@@ -285,10 +293,10 @@ def load_models(options: argparse.Namespace) -> tuple[TargetModel, DraftModel, D
         # A scale may have been measured in bfloat16, to two digits.
         if made_for != found and not (isinstance(found, float) and math.isclose(made_for, found, rel_tol=0.02)):
             raise ValueError(
-                f"the drafter {options.drafter} was made for another target than {options.target}: "
+                f"the drafter {folder} was made for another target than {options.target}: "
                 f"{what} {made_for}, not {found}"
             )
-    return target, drafter, config
+    return target, drafter, folder
 
 
 def in_colour(options: argparse.Namespace) -> bool:
@@ -300,7 +308,7 @@ def main(words: list[str]) -> int:
     options = _arguments(words)
     turns: Turns = options.turns
     sets = [(str(file), read_dialogues(file, options.prompts, turns)) for file in options.data]
-    target, drafter, config = load_models(options)
+    target, drafter, folder = load_models(options)
     way = Way(
         limit=options.max_new_tokens,
         drafts=options.drafts,
@@ -311,7 +319,7 @@ def main(words: list[str]) -> int:
         samples=options.samples,
     )
     for _, dialogues in sets:
-        check_first_prompts(target, config.block_size, dialogues, way.limit)
+        check_first_prompts(target, drafter.config.block_size, dialogues, way.limit)
     measured: list[tuple[str, list[Measured | LeftOut]]] = []
     for file, dialogues in sets:
         rows: list[Measured | LeftOut] = []
@@ -324,12 +332,12 @@ def main(words: list[str]) -> int:
     figures: dict[str, Any] = {
         "schema_version": 2,
         "target": options.target,
-        "drafter": str(options.drafter),
+        "drafter": str(folder),
         "device": str(target.device),
         "dtype": options.dtype,
         "turns": turns,
         "max_new_tokens": options.max_new_tokens,
-        "block_size": config.block_size,
+        "block_size": drafter.config.block_size,
         "drafts": options.drafts,
         "temperature": options.temperature,
         "top_p": options.top_p,

@@ -30,14 +30,12 @@ from trainer.checkpoint import (
     CheckpointError,
     damage,
     load_drafter,
-    newest_good_checkpoint,
-    read_best,
 )
+from trainer.chosen import chosen_drafter
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.files import built_beside, names_in, save_tensors, write_synced
 from trainer.readback import Format, write_probe
-from trainer.records import RunDir
 from trainer.speculators import EMBEDDING, HEAD, is_speculators, to_speculators
 
 MODELLING = Path(__file__).parent / "remote_code" / "dflash.py"
@@ -78,23 +76,6 @@ def export(
         if to == "hf":
             write_synced(building / MODELLING.name, MODELLING.read_bytes())
         read_back(building, model, head_VH, dtype, to)
-
-
-def chosen(folder: Path) -> tuple[Path, str | None]:
-    """What to export, and why: of a run's folder its best checkpoint, or the newest where none was measured.
-
-    Raises CheckpointError when a run has no good one.
-    """
-    checkpoints = RunDir(folder).checkpoints
-    if not checkpoints.is_dir():
-        return folder, None
-    if best := read_best(checkpoints):
-        how = "decoded" if best.measured == "decoded" else "by a walk through the held-out answers"
-        return checkpoints / best.name, f"{best.name}, the run's best: {best.score:.2f} tokens a cycle, {how}"
-    newest = newest_good_checkpoint(checkpoints, lambda line: None)
-    if newest is None:
-        raise CheckpointError(f"no checkpoint in {checkpoints}")
-    return newest, f"{newest.name}, the run's newest: none was measured on held-out data"
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -167,9 +148,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--target", help="folder or hub name of the target model, for --to speculators")
     parser.add_argument("--verifier", help="name of the target in the config, when servers find it elsewhere")
     options = parser.parse_args(words)
-    checkpoint, why = chosen(options.checkpoint)
-    if why:
-        print(f"exporting {why}", flush=True)
+    checkpoint = chosen_drafter(options.checkpoint, lambda line: print(line, flush=True))
     before = signal.signal(signal.SIGTERM, _stop)  # so that what is half done goes away
     try:
         to, dtype = cast(Format, options.to), getattr(torch, options.dtype)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint import at
 from tiny_targets import drafter_for, tiny_target
 
 from trainer import evaluate
 from trainer.__main__ import main
-from trainer.checkpoint import save_drafter
+from trainer.checkpoint import Score, save_checkpoint, save_drafter
 from trainer.conversations import LineError
 from trainer.evaluate import LeftOut, Measured, Way, measure, summary
+from trainer.optim import make_optimizer
 from trainer.speculate import Comparison, Decoded, decode_speculative
 from trainer.stream import GREEN
 from trainer.turns import Dialogue, ask, first_prompt, read_dialogues, said_before_answers
@@ -107,6 +109,38 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert reason in said.err
+
+
+@pytest.mark.parametrize("command", ["eval", "chat"])
+def test_of_a_run_the_best_checkpoint_is_decoded_with(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    model, run = drafter_for(tiny_target(), block=4), tmp_path / "run"
+    for step, score in enumerate([Score(3.0, "decoded"), None], start=1):
+        save_checkpoint(
+            run / "checkpoints", model, make_optimizer(model, lr=1e-3, weight_decay=0.0), at(step), keep=1, score=score
+        )
+    more = ["--prompts", "1", "--json"] if command == "eval" else ["--prompt", "hi"]
+    given = words if command == "eval" else ["chat", *words[1:5], *words[7:]]
+    assert main([*given, "--drafter", str(run), *more]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("taking step-00000001, the run's best: 3.00 tokens a cycle, decoded\n")
+    if command == "eval":
+        assert json.loads(said.out)["drafter"] == str(run / "checkpoints/step-00000001")
+
+
+@pytest.mark.parametrize("option", ["--drafter", "--data"])
+def test_what_is_missing_is_told_before_the_target_is_loaded(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(evaluate, "load_target", refuse)
+    (tmp_path / "begun/checkpoints").mkdir(parents=True)
+    for place in ("nowhere", "begun") if option == "--drafter" else ("nowhere",):
+        assert main([*words, option, str(tmp_path / place)]) == 1
+        assert place in capsys.readouterr().err
 
 
 def test_a_template_that_refuses_the_prompt_is_one_line(

@@ -212,14 +212,14 @@ def test_of_a_run_the_best_checkpoint_is_exported_or_the_newest(
         ("step-00000002", "the run's newest: none was measured on held-out data"),
     ):
         assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-        assert capsys.readouterr().out.startswith(f"exporting {name}, {why}\n")
+        assert capsys.readouterr().out.startswith(f"taking {name}, {why}\n")
         its = load_file(tmp_path / "run/checkpoints" / name / "model.safetensors")
         assert torch.equal(load_file(tmp_path / "out/model.safetensors")["fc.weight"], its["fc.weight"])
         (tmp_path / "run/checkpoints/best.json").unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "run/checkpoints")
     (tmp_path / "run/checkpoints").mkdir()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
-    assert "no checkpoint in" in capsys.readouterr().err
+    assert "the run has no checkpoint yet" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
