@@ -66,6 +66,11 @@ def test_the_trainer_knows_nothing_of_ops(file: Path) -> None:
     assert "dflash_ops" not in tops(file)
 
 
+@pytest.mark.parametrize("file", sorted((TRAINER / "remote_code").glob("*.py")), ids=name)
+def test_what_travels_with_a_drafter_needs_torch_and_transformers_only(file: Path) -> None:
+    assert tops(file) <= {"torch", "transformers"} | sys.stdlib_module_names
+
+
 @pytest.mark.parametrize("file", sorted(OPS.rglob("*.py")), ids=name)
 def test_ops_knows_of_the_trainer_only_its_config_and_records(file: Path) -> None:
     # The demo drives the trainer as a user would, by its command line.

@@ -59,7 +59,8 @@ def export(
     named = str(dtype).removeprefix("torch.")
     if to == "hf":
         head_VH = None
-        data = {**config.to_json(), "auto_map": {"AutoModel": f"{MODELLING.stem}.DFlashDraftModel"}, "dtype": named}
+        data = {**config.to_json(), "auto_map": {"AutoModel": f"{MODELLING.stem}.DFlashDraftModel"}}
+        data |= {"dtype": named, "torch_dtype": named}  # as transformers 5 calls it, and as everything before
     else:
         if target is None:
             raise CheckpointError("the speculators format holds the target's embedding and head: name it with --target")
@@ -113,28 +114,38 @@ def ends_of(target: str, config: DraftConfig, dtype: torch.dtype) -> tuple[dict[
 
 
 def read_back(folder: Path, model: DraftModel, head_VH: Tensor | None, dtype: torch.dtype, to: Format) -> None:
-    """Loads an export in a fresh process, as its users will. Raises CheckpointError with what is wrong."""
+    """Loads an export in fresh processes: with the trainer, and for hf with transformers alone, as its users will.
+
+    Raises CheckpointError with what is wrong.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         probe = Path(scratch) / "probe.safetensors"
         write_probe(probe, model, head_VH, dtype)
         package = str(Path(__file__).parents[1])
         more = os.environ.get("PYTHONPATH")
-        ended = subprocess.run(
-            [sys.executable, "-m", "trainer.readback", str(folder), str(probe), to],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{package}{os.pathsep}{more}" if more else package,
-                "HF_MODULES_CACHE": f"{scratch}/modules",  # where transformers copies the modelling file and runs it
-                "HF_HUB_OFFLINE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        )
-    if ended.returncode != 0:
-        said = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()[-1:] or ["no word"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{package}{os.pathsep}{more}" if more else package,
+            "HF_MODULES_CACHE": f"{scratch}/modules",  # where transformers copies the modelling file and runs it
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        said = _faults_of(["-m", "trainer.readback", str(folder), str(probe), to], environment)
+        if not said and to == "hf":
+            # -P: not the folder of the file, in which the trainer's files lie.
+            alone = ["-P", str(Path(__file__).with_name("loaded_alone.py")), str(folder), str(probe)]
+            said = _faults_of(alone, environment)
+    if said:
         more = f" (and {len(said) - 3} more)" if len(said) > 3 else ""
         raise CheckpointError(f"the export does not read back as what was trained: {'; '.join(said[:3])}{more}")
+
+
+def _faults_of(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The lines of a process that found something wrong, or died; none: it ended well."""
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    if ended.returncode == 0:
+        return []
+    return ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()[-1:] or ["no word"]
 
 
 def main(words: list[str]) -> int:

@@ -3,15 +3,16 @@
     python -m trainer.readback FOLDER PROBE hf|speculators
 
 PROBE is a file of `write_probe`: the drafter's config, inputs of some cycles of decoding, and what the trainer's own
-model makes of them. Ends with 0, or with 1 and one line for each fault on stdout.
+model makes of them. Ends with 0, or with 1 and one line for each fault on stdout. What transformers makes of
+an export: loaded_alone.py.
 """
 
-# transformers' Auto classes and safetensors' functions are partly untyped.
+# safetensors' functions are partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,13 +25,12 @@ from torch import Tensor
 from trainer.checkpoint import CONFIG_FILE, MODEL_FILE, CheckpointError, load_drafter
 from trainer.draft import DraftCache, DraftModel
 from trainer.draft_config import DraftConfig
+from trainer.loaded_alone import CYCLES, logit_faults
 from trainer.speculators import EMBEDDING, HEAD
 
 Format = Literal["hf", "speculators"]
-Cycle = Callable[[Tensor, Tensor, Tensor], Tensor]  # new features, the block's embeddings, positions -> hidden states
 
-CYCLES = 3
-CLOSE = 1e-4  # of the largest value: two ways to compute one thing in float32
+MISSING = "missing"  # of a key that shall not be, or is not, in a config.json
 
 
 def tensor_shapes(config: DraftConfig, to: Format) -> dict[str, list[int]]:
@@ -78,17 +78,24 @@ def config_values(config: DraftConfig, to: Format, dtype: str) -> dict[str, Any]
         "layer_types": list(config.layer_types),
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
+        "max_window_layers": config.num_layers,
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
     if to == "hf":
+        told_again = config.causal is True or (config.causal is False and config.sliding_window is not None)
         return {
             **transformer,
             "architectures": ["DFlashDraftModel"],
             "auto_map.AutoModel": "dflash.DFlashDraftModel",
             "dtype": dtype,
+            "torch_dtype": dtype,
             "block_size": config.block_size,
             "num_target_layers": config.num_target_layers,
+            "is_causal": MISSING if config.causal is None else config.causal,
+            "dflash_config.causal": config.causal if told_again else MISSING,
+            "dflash_config.input_embedding_scale": MISSING if config.embedding_scale == 1 else config.embedding_scale,
+            "dflash_config.output_multiplier": MISSING if config.logit_scale == 1 else config.logit_scale,
             "dflash_config.block_size": config.block_size,
             "dflash_config.mask_token_id": config.mask_token_id,
             "dflash_config.target_layer_ids": list(config.target_layer_ids),
@@ -168,10 +175,7 @@ def faults(folder: Path, probe: Path, to: Format) -> list[str]:
         return config.logit_scale * model.forward_cached(features, embeds, positions, cache)
 
     head = weights[HEAD].float() if HEAD in weights else expected["head"]
-    found += _logit_faults("the trainer", ours, head, expected)
-    if to == "hf":
-        found += _transformers_faults(folder, expected)
-    return found
+    return found + logit_faults("the trainer", ours, head, expected)
 
 
 def _config_faults(data: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -179,7 +183,7 @@ def _config_faults(data: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
     for key, value in wanted.items():
         place: Any = data
         for part in key.split("."):
-            place = place.get(part, "missing") if isinstance(place, Mapping) else "missing"
+            place = place.get(part, MISSING) if isinstance(place, Mapping) else MISSING
         if place != value:
             found.append(f"config.json: {key} is {place!r}, wanted {value!r}")
     return found
@@ -193,44 +197,6 @@ def _tensor_faults(weights: Mapping[str, Tensor], shapes: Mapping[str, list[int]
         if is_now != (shapes[name], dtype):
             found.append(f"tensor {name} is {is_now[1]} {is_now[0]}, wanted {dtype} {shapes[name]}")
     return found
-
-
-def _logit_faults(who: str, run: Cycle, head_VH: Tensor, expected: Mapping[str, Tensor]) -> list[str]:
-    for cycle in range(CYCLES):
-        features, embeds, positions, wanted = (
-            expected[f"{cycle}.{name}"] for name in ("features", "embeds", "positions", "logits")
-        )
-        with torch.no_grad():
-            logits = run(features, embeds, positions) @ head_VH.T
-        if logits.shape != wanted.shape:
-            return [f"{who}: logits of cycle {cycle + 1} are {list(logits.shape)}, wanted {list(wanted.shape)}"]
-        off = (logits - wanted).abs().max().item()
-        if not off <= CLOSE * max(1.0, wanted.abs().max().item()):
-            return [f"{who}: logits of cycle {cycle + 1} are not the trained drafter's, off by {off:.3g}"]
-    return []
-
-
-def _transformers_faults(folder: Path, expected: Mapping[str, Tensor]) -> list[str]:
-    """As its user would load it, with the modelling file that lies beside the weights."""
-    from transformers import AutoModel
-
-    try:
-        model, report = cast(
-            "tuple[Any, dict[str, Any]]",
-            AutoModel.from_pretrained(
-                folder, trust_remote_code=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
-            ),
-        )
-        if odd := sorted(str(name) for kind in report.values() for name in kind):
-            return [f"transformers has no place or no weights for {', '.join(odd[:3])}"]
-        cache = model.eval().new_cache()
-
-        def theirs(features: Tensor, embeds: Tensor, positions: Tensor) -> Tensor:
-            return model(noise_embedding=embeds, target_hidden=features, position_ids=positions, past_key_values=cache)
-
-        return _logit_faults("transformers", theirs, expected["head"], expected)
-    except Exception as error:  # whatever the modelling file raises
-        return [f"transformers can't load or run it: {type(error).__name__}: {error}".split("\n")[0]]
 
 
 def main(words: Sequence[str]) -> int:

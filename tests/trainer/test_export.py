@@ -24,6 +24,7 @@ from trainer.checkpoint import CheckpointError, Score, load_drafter, save_checkp
 from trainer.draft import DraftModel
 from trainer.draft_config import FULL, SLIDING, DraftConfig
 from trainer.export import MODELLING, export
+from trainer.loaded_alone import transformers_faults
 from trainer.readback import Format, faults, write_probe
 from trainer.speculators import from_speculators, to_speculators
 from trainer.start import start_weights
@@ -41,6 +42,11 @@ def _modules_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
+def all_faults(folder: Path, probe: Path, to: Format) -> list[str]:
+    alone = transformers_faults(str(folder), str(probe)) if to == "hf" else []
+    return faults(folder, probe, to) + alone
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads back in this process, which takes no seconds; that the real one is fresh has tests of its own."""
@@ -50,7 +56,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> None:
         probe = folder.parent / "probe"
         write_probe(probe, model, head_VH, dtype)
-        if found := faults(folder, probe, to):
+        if found := all_faults(folder, probe, to):
             raise CheckpointError("; ".join(found))
 
     monkeypatch.setattr(module, "read_back", read_back)
@@ -103,7 +109,7 @@ def test_transformers_and_the_trainer_load_every_kind(kind: str, tmp_path: Path,
     assert data["dflash_config"]["target_layer_ids"] == [1, 3] and data["dflash_config"]["mask_token_id"] == 127
     assert (data["architectures"], data["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert data["auto_map"] == {"AutoModel": "dflash.DFlashDraftModel"}
-    assert data["dtype"] == str(dtype).removeprefix("torch.")
+    assert data["dtype"] == data["torch_dtype"] == str(dtype).removeprefix("torch.")
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
 
 
@@ -145,6 +151,7 @@ SABOTAGE = {
     "context": (changed("self.hidden_norm(self.fc(target_hidden))", "self.fc(target_hidden)"), "transformers"),
     "syntax": (changed("import torch\n", "import torch,\n"), "transformers can't load or run it: SyntaxError"),
     "auto_map": (without("auto_map"), "auto_map.AutoModel is 'missing'"),
+    "is_causal": (without("is_causal"), "config.json: is_causal is 'missing', wanted True"),
     "block": (without("block_size"), "config.json: block_size is 'missing', wanted 4"),
     "weight": (tensor_changed, "the trainer: logits of cycle 1 are not the trained drafter's, off by"),
     "tensor": (tensor_added, "tensor lm_head.weight is unknown"),
@@ -160,24 +167,25 @@ def test_what_is_not_right_is_a_fault(what: str, tmp_path: Path) -> None:
     save_drafter(folder, model, config)
     shutil.copy(MODELLING, folder)
     data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**data, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}))
+    data |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(data))
     write_probe(probe, model, None, torch.float32)
-    assert faults(folder, probe, "hf") == []
+    assert all_faults(folder, probe, "hf") == []
     change(folder)
-    assert told in "; ".join(faults(folder, probe, "hf"))
+    assert told in "; ".join(all_faults(folder, probe, "hf"))
 
 
-def test_a_wrong_modelling_file_is_found_by_the_fresh_process_and_nothing_is_left(
+def test_a_modelling_file_that_needs_the_trainer_is_found_by_the_fresh_process_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong, good = tmp_path / "dflash.py", MODELLING.read_text()
-    wrong.write_text(good.replace("self.q_norm(self.heads(self.q_proj(x)))", "self.heads(self.q_proj(x))"))
-    assert wrong.read_text() != good
+    wrong = tmp_path / "dflash.py"
+    wrong.write_text(MODELLING.read_text().replace("import torch\n", "import torch\nimport trainer.draft\n", 1))
     monkeypatch.setattr(module, "MODELLING", wrong)
     folder = saved(tmp_path / "drafter")
     assert main(["export", str(folder), str(tmp_path / "out")]) == 1
-    told = "CheckpointError: the export does not read back as what was trained: transformers: logits of cycle 1 are not"
-    assert capsys.readouterr().err.startswith(told)
+    told = "CheckpointError: the export does not read back as what was trained: transformers can't load or run it: "
+    said = capsys.readouterr().err
+    assert said.startswith(told) and "trainer" in said.removeprefix(told), said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dflash.py", "drafter"]
 
 
@@ -204,18 +212,18 @@ def test_of_a_run_the_best_checkpoint_is_exported_or_the_newest(
     tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = trained(1)
-    for step, score in enumerate([Score(3.0, "decoded"), None], start=1):
-        save_checkpoint(tmp_path / "run/checkpoints", model, optimizer, at(step), keep=1, score=score)
-        learn(model, optimizer)
-    for name, why in (
-        ("step-00000001", "the run's best: 3.00 tokens a cycle, decoded"),
-        ("step-00000002", "the run's newest: none was measured on held-out data"),
+    for run, scores in (("run", [Score(3.0, "decoded"), None]), ("unmeasured", [None, None])):
+        for step, score in enumerate(scores, start=1):
+            save_checkpoint(tmp_path / run / "checkpoints", model, optimizer, at(step), keep=1, score=score)
+            learn(model, optimizer)
+    for run, name, why in (
+        ("run", "step-00000001", "the run's best: 3.00 tokens a cycle, decoded"),
+        ("unmeasured", "step-00000002", "the run's newest: none was measured on held-out data"),
     ):
-        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+        assert main(["export", str(tmp_path / run), str(tmp_path / "out"), "--dtype", "float32"]) == 0
         assert capsys.readouterr().out.startswith(f"taking {name}, {why}\n")
-        its = load_file(tmp_path / "run/checkpoints" / name / "model.safetensors")
+        its = load_file(tmp_path / run / "checkpoints" / name / "model.safetensors")
         assert torch.equal(load_file(tmp_path / "out/model.safetensors")["fc.weight"], its["fc.weight"])
-        (tmp_path / "run/checkpoints/best.json").unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "run/checkpoints")
     (tmp_path / "run/checkpoints").mkdir()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
