@@ -2,12 +2,12 @@
 
 A folder is written under a temporary name, every file synced, then renamed: a reader sees all of it or nothing.
 
-checkpoints/best.json                Best: which of them was measured best, so that it stays
+checkpoints/best.json                which of them is the best: told from their states, and nothing depends on it
 checkpoints/step-00000100/
     config.json, model.safetensors   the drafter, its weights in float32, loadable as it is
     optimizer.safetensors            AdamW's moments, named after their weights
     random.json                      the states of all random generators
-    state.json                       Progress, Origin, and the sha256 of the other files and of its own content
+    state.json                       Progress, Score, Origin, and the sha256 of the other files and of its own content
 """
 
 # safetensors' and the optimiser's functions are typed loosely.
@@ -16,10 +16,11 @@ checkpoints/step-00000100/
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,6 +36,7 @@ from trainer.optim import parameter_names
 from trainer.origin import Origin
 from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
+from trainer.scores import Best, Score, ranking, read_hint
 from trainer.snapshot import MOMENTS, HostCopy, Snapshot
 from trainer.speculators import EMBEDDING, HEAD, REDUCED, from_speculators, is_speculators
 
@@ -45,6 +47,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 RANDOM_FILE = "random.json"
 BEST_FILE = "best.json"
+CHECKPOINT = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+LEFTOVER = re.compile(rf"\.{CHECKPOINT.pattern}\.(tmp|old|lock)|\.{re.escape(BEST_FILE)}\.tmp")  # of a kill
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class Progress(BaseModel):
@@ -61,33 +66,12 @@ class Progress(BaseModel):
     skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since
 
 
-class Score(NamedTuple):
-    """How good a drafter is: its acceptance length, higher is better."""
-
-    value: float
-    measured: Literal["decoded", "cycle"]  # by real decoding, or by a walk through the held-out answers
-
-    def beats(self, other: "Score") -> bool:
-        """What was decoded counts more than any estimate: the two are not to be compared."""
-        if self.measured != other.measured:
-            return self.measured == "decoded"
-        return self.value > other.value
-
-
 class Written(NamedTuple):
     """A checkpoint that is on the disk."""
 
     path: Path
     best: bool  # of all that were measured so far
-
-
-class Best(BaseModel):
-    """best.json."""
-
-    schema_version: int = 1
-    name: str
-    score: float
-    measured: Literal["decoded", "cycle"]
+    notes: tuple[str, ...] = ()  # what was odd about the others, for the log
 
 
 class StateFile(BaseModel):
@@ -95,6 +79,7 @@ class StateFile(BaseModel):
 
     schema_version: int = SCHEMA_VERSION
     progress: Progress
+    score: Score | None = None  # None: not measured; when it is not there at all, best.json may know
     origin: Origin | None = None  # of config, code and machine; None: it was not said
     files: dict[str, str]  # name -> sha256
     own: str = ""  # sha256 of this file with `own` empty
@@ -173,7 +158,7 @@ def load_drafter(
         layers = target.num_layers if target else None
         config = from_speculators(data, layers) if foreign else DraftConfig.from_json(data)
         weights = load_file(folder / MODEL_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         if (folder / "checkpoints").is_dir() and (found := checkpoint_folders(folder / "checkpoints")):
             why = f"it is a run; name one of its checkpoints: {found[0]}"
             raise CheckpointError(f"no drafter in {folder}: {why}") from error
@@ -243,36 +228,130 @@ def write_checkpoint(
     """
     new = folder / checkpoint_name(progress.step)
     if not (new.exists() and damage(new) is None):
-        for leftover in folder.glob(".*"):  # of a save that was killed
-            remove(leftover)
+        _clear(folder)
         with built_beside(new) as building:
             snapshot.arrived()
             drafter_files(building, snapshot.weights, snapshot.config)
             save_tensors(building / OPTIMIZER_FILE, snapshot.moments)
             write_synced(building / RANDOM_FILE, snapshot.random)
             files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
-            state = StateFile(progress=progress, origin=origin, files=files)
+            state = StateFile(progress=progress, score=score, origin=origin, files=files)
             write_synced(building / STATE_FILE, state.written())
-    best = read_best(folder)
-    if score is not None and (best is None or score.beats(Score(best.score, best.measured))):
-        best = Best(name=new.name, score=score.value, measured=score.measured)
-        replace_synced(folder / BEST_FILE, best.model_dump_json(indent=2).encode())
+        _verified[new.resolve()] = _stamp(new)
+    return tidy(new, keep)
+
+
+def tidy(new: Path, keep: int) -> Written:
+    """Beside a checkpoint that is whole: writes best.json, deletes what is not to be kept and what a kill left behind.
+
+    What can't be read just now is not deleted: it may be the best one.
+    """
+    folder = new.parent
+    _clear(folder)
+    judged = judge(folder)
+    best = judged.best
+    if best != judged.hint and not judged.spared:
+        if best is None:
+            remove(folder / BEST_FILE)
+        else:
+            replace_synced(folder / BEST_FILE, best.model_dump_json(indent=2).encode())
     found = checkpoint_folders(folder)
     here = found.index(new)
     for unwanted in found[:here] + found[here + keep :]:
-        if best is None or unwanted.name != best.name:
+        if unwanted.name not in judged.spared and not (best and unwanted.name == best.name):
             # It first loses its name, so that one which is half gone is never taken for a damaged one.
             remove(unwanted.rename(unwanted.with_name(f".{unwanted.name}.old")))
-    return Written(new, best is not None and best.name == new.name)
+    return Written(new, best is not None and best.name == new.name, judged.notes)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what a save that was killed left in `folder`, and nothing that is anybody else's."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if LEFTOVER.fullmatch(path.name):
+            remove(path)
+
+
+class Judged(NamedTuple):
+    """The checkpoints of a folder, by their scores."""
+
+    best: Best | None  # None: none that is whole was measured
+    score: Score | None  # its
+    hint: Best | str | None  # what best.json says, or what is wrong with it
+    spared: frozenset[str]  # names of those that may be better, which can't be told
+    notes: tuple[str, ...]  # why, for the log
+
+
+def judge(folder: Path) -> Judged:
+    """Finds the best checkpoint below `folder`, which is whole, by the scores that their states hold.
+
+    Those from before there were such scores have the one that best.json tells, if it names them.
+    """
+    scored, unknown = list[tuple[Path, Score]](), list[Path]()
+    notes, spared = list[str](), set[str]()
+
+    def spare(checkpoint: Path, error: OSError) -> None:
+        spared.add(checkpoint.name)
+        notes.append(f"checkpoint {checkpoint.name} can't be read, and may be the best: it is kept ({error})")
+
+    try:
+        hint = read_hint(folder / BEST_FILE)
+    except OSError as error:
+        hint = f"{BEST_FILE} can't be read ({error})"
+    for checkpoint in checkpoint_folders(folder):
+        try:
+            content = (checkpoint / STATE_FILE).read_bytes()
+            state = StateFile.model_validate_json(content)
+        except (*NOT_THERE, ValueError, RecursionError):
+            continue
+        except OSError as error:
+            spare(checkpoint, error)
+            continue
+        if not state.intact(content):
+            continue
+        if "score" not in state.model_fields_set:
+            if isinstance(hint, str):
+                unknown.append(checkpoint)
+            elif hint and hint.name == checkpoint.name:
+                scored.append((checkpoint, Score(hint.score, hint.measured)))
+        elif state.score:
+            scored.append((checkpoint, state.score))
+    if isinstance(hint, str):
+        notes.append(f"{hint}: " + ("it is made anew" if not unknown else _kept_for_it(unknown)))
+        spared.update(checkpoint.name for checkpoint in unknown)
+    for checkpoint, score in ranking(scored):
+        try:
+            if _verified.get(checkpoint.resolve()) != (stamp := _stamp(checkpoint)):
+                if _fault(checkpoint) is not None:
+                    continue
+                _verified[checkpoint.resolve()] = stamp
+        except NOT_THERE:
+            continue
+        except OSError as error:
+            spare(checkpoint, error)
+            continue
+        best = Best(name=checkpoint.name, score=score.value, measured=score.measured)
+        return Judged(best, score, hint, frozenset(spared), tuple(notes))
+    return Judged(None, None, hint, frozenset(spared), tuple(notes))
+
+
+def _kept_for_it(unknown: list[Path]) -> str:
+    names = ", ".join(checkpoint.name for checkpoint in reversed(unknown))
+    return f"one of {names} may be the best, so all are kept; delete {BEST_FILE} to let them go"
 
 
 def read_best(folder: Path) -> Best | None:
-    """The best checkpoint below `folder`; None when none was measured, or when it is damaged or gone."""
-    try:
-        best = Best.model_validate_json((folder / BEST_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return best if damage(folder / best.name) is None else None
+    """The best checkpoint below `folder`; None when none was measured, or all that were are damaged or gone."""
+    return judge(folder).best
+
+
+# Checkpoints that this process wrote or has read through, and how their files were then: they need not be read again.
+_verified: dict[Path, list[tuple[str, int, int, int]]] = {}
+
+
+def _stamp(checkpoint: Path) -> list[tuple[str, int, int, int]]:
+    """What changes when somebody writes into a checkpoint's files. Raises OSError."""
+    found = [(path.name, path.stat()) for path in sorted(checkpoint.iterdir())]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found]
 
 
 def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
@@ -325,7 +404,7 @@ def difference(found: DraftConfig, wanted: DraftConfig) -> str:
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Newest first. Raises OSError when the folder is there and can't be read: that is not the same as none."""
     try:
-        found = [path for path in folder.iterdir() if path.name.startswith("step-")]
+        found = [path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)]
     except FileNotFoundError:
         return []
     return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
@@ -346,7 +425,7 @@ def schema_version(checkpoint: Path) -> int:
         version: Any = json.loads(content)["schema_version"]
         if not isinstance(version, int):
             return 0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
     for ours in range(1, SCHEMA_VERSION + 1) if version > SCHEMA_VERSION else ():
         written = content.replace(f'"schema_version": {version}'.encode(), f'"schema_version": {ours}'.encode(), 1)
@@ -363,6 +442,16 @@ def newer(version: int) -> str:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
+        return _fault(checkpoint)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return str(error).split("\n")[0]
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. Raises OSError when they can't be read."""
+    try:
         content = (checkpoint / STATE_FILE).read_bytes()
         if (version := schema_version(checkpoint)) > SCHEMA_VERSION:
             return newer(version)
@@ -371,9 +460,7 @@ def damage(checkpoint: Path) -> str | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         return f"{STATE_FILE} can't be read: {'.'.join(map(str, first['loc']))} {first['msg']}".replace("  ", " ")
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         return str(error).split("\n")[0]
     if not state.intact(content):
         wrong.append(STATE_FILE)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_draft import CONFIG
 
+import trainer.checkpoint as module
 from trainer.checkpoint import (
     CheckpointError,
     Progress,
     Score,
     StateFile,
+    Written,
     damage,
     load_checkpoint,
     load_drafter,
@@ -29,10 +32,12 @@ from trainer.checkpoint import (
     read_best,
     save_checkpoint,
     save_drafter,
+    write_checkpoint,
 )
 from trainer.data import Cursor
 from trainer.draft import DraftModel
 from trainer.optim import make_optimizer
+from trainer.snapshot import HostCopy
 
 
 def trained(steps: int, seed: int = 0) -> tuple[DraftModel, torch.optim.AdamW]:
@@ -163,21 +168,179 @@ def test_a_decoded_score_goes_before_an_estimate(tmp_path: Path) -> None:
     assert best is not None and (best.name, best.score, best.measured) == ("step-00000002", 1.5, "decoded")
 
 
-@pytest.mark.parametrize("harm", ["its weights", "it is gone", "best.json"])
+@pytest.mark.parametrize("harm", ["its weights", "it is gone"])
 def test_a_damaged_best_is_replaced_by_the_next_one_that_was_measured(harm: str, tmp_path: Path) -> None:
     model, optimizer = trained(1)
     save_checkpoint(tmp_path, model, optimizer, at(1), keep=1, score=Score(3.0, "cycle"))
     if harm == "its weights":
         flip(tmp_path / "step-00000001/model.safetensors")
-    elif harm == "it is gone":
-        shutil.rmtree(tmp_path / "step-00000001")
+        os.utime(tmp_path / "step-00000001/model.safetensors", ns=(0, 0))
     else:
-        truncate(tmp_path / "best.json")
+        shutil.rmtree(tmp_path / "step-00000001")
     assert read_best(tmp_path) is None
     save_checkpoint(tmp_path, model, optimizer, at(2), keep=1, score=Score(2.0, "cycle"))
-    best = read_best(tmp_path)
-    assert best is not None and best.name == "step-00000002"
+    assert best_name(tmp_path) == "step-00000002"
     assert names(tmp_path) == ["best.json", "step-00000002"]
+
+
+def best_name(folder: Path) -> str | None:
+    best = read_best(folder)
+    return best and best.name
+
+
+def written(folder: Path, step: int, score: Score | None = None, keep: int = 1) -> Written:
+    model, optimizer = trained(1)
+    return write_checkpoint(folder, HostCopy().take(model, optimizer), at(step), keep, score=score)
+
+
+OTHERS = {
+    "cut": lambda content: content[:-9],
+    "edited": lambda content: content.replace(b"5.0", b"1.0"),
+    "newer": lambda content: content.replace(b'"schema_version": 1', b'"schema_version": 9'),
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("harm", OTHERS)
+def test_nothing_depends_on_best_json(harm: str, tmp_path: Path) -> None:
+    written(tmp_path, 1, Score(5.0, "decoded"))
+    hint, change = tmp_path / "best.json", OTHERS[harm]
+    before = hint.read_bytes()
+    if change:
+        hint.write_bytes(change(before))
+    else:
+        hint.unlink()
+    assert best_name(tmp_path) == "step-00000001"
+    notes = written(tmp_path, 2, Score(2.5, "decoded")).notes
+    told = {
+        "cut": "best.json is damaged: it is made anew",
+        "newer": "best.json is of schema_version 9, newer than this",
+    }
+    assert [note.startswith(told[harm]) for note in notes] == [True] * (harm in told)
+    assert names(tmp_path) == ["best.json", "step-00000001", "step-00000002"]
+    assert hint.read_bytes() == before
+
+
+def test_a_kill_between_a_checkpoint_and_best_json_loses_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*given: object) -> None:
+        raise Killed
+
+    written(tmp_path, 1, Score(2.0, "decoded"))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("trainer.checkpoint.replace_synced", killed)
+        written(tmp_path, 2, Score(9.0, "decoded"))
+    written(tmp_path, 3, Score(2.5, "decoded"))
+    assert names(tmp_path) == ["best.json", "step-00000002", "step-00000003"]
+    assert json.loads((tmp_path / "best.json").read_bytes())["name"] == best_name(tmp_path) == "step-00000002"
+
+
+def test_a_score_goes_away_with_what_was_scored(tmp_path: Path) -> None:
+    written(tmp_path, 2, Score(1.2, "decoded"))
+    written(tmp_path, 3, Score(9.0, "decoded"), keep=9)
+    flip(tmp_path / "step-00000003/model.safetensors")
+    written(tmp_path, 3, Score(1.5, "decoded"), keep=9)
+    assert json.loads((tmp_path / "best.json").read_bytes())["score"] == 1.5
+    assert written(tmp_path, 4, Score(1.7, "decoded")).best
+
+
+def test_scores_on_other_data_or_settings_are_not_compared(tmp_path: Path) -> None:
+    written(tmp_path, 1, Score(9.0, "decoded", "one", "16 prompts"))
+    assert not written(tmp_path, 2, Score(2.0, "decoded", "one", "16 prompts")).best
+    assert written(tmp_path, 3, Score(2.0, "decoded", "one", "8 prompts")).best
+    assert written(tmp_path, 4, Score(1.0, "cycle", "other", "rows of 64")).best
+    assert not written(tmp_path, 5).best and best_name(tmp_path) == "step-00000004"
+
+
+def old_format(checkpoint: Path) -> None:
+    """As the trainer wrote it whose scores were in best.json alone."""
+    state = json.loads((checkpoint / "state.json").read_bytes())
+    del state["score"]
+    state["own"] = ""
+    seal = hashlib.sha256(json.dumps(state, indent=2).encode()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps({**state, "own": seal}, indent=2))
+    assert damage(checkpoint) is None
+
+
+def test_an_older_best_has_its_score_in_best_json(tmp_path: Path) -> None:
+    old_format(written(tmp_path, 1, Score(5.0, "decoded")).path)
+    assert not written(tmp_path, 2, Score(2.5, "decoded", "data", "16 prompts")).best
+    assert names(tmp_path) == ["best.json", "step-00000001", "step-00000002"]
+    assert written(tmp_path, 3, Score(5.5, "decoded", "data", "16 prompts")).best
+    assert names(tmp_path) == ["best.json", "step-00000003"]
+
+
+def test_older_ones_stay_while_best_json_can_not_tell_which_is_the_best(tmp_path: Path) -> None:
+    old_format(written(tmp_path, 1, Score(5.0, "decoded")).path)
+    truncate(tmp_path / "best.json")
+    for step in (2, 3):
+        (note,) = written(tmp_path, step, Score(2.5, "decoded")).notes
+        assert note.startswith("best.json is damaged: one of step-00000001 may be the best, so all are kept; delete ")
+    assert names(tmp_path) == ["best.json", "step-00000001", "step-00000002", "step-00000003"]
+    (tmp_path / "best.json").unlink()
+    assert written(tmp_path, 4).notes == ()
+    assert names(tmp_path) == ["best.json", "step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_best_one_that_can_not_be_read_just_now_stays(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = written(tmp_path, 1, Score(5.0, "decoded")).path
+    before = (tmp_path / "best.json").read_bytes()
+    os.utime(best / name, ns=(0, 0))
+    opened = Path.open
+
+    def failing(path: Path, *given: Any, **named: Any) -> Any:
+        if path == best / name:
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *given, **named)
+
+    def read(path: Path) -> bytes:
+        with failing(path, "rb") as file:
+            return file.read()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        patch.setattr(Path, "read_bytes", read)
+        (note,) = written(tmp_path, 2, Score(2.5, "decoded")).notes
+    assert note.startswith("checkpoint step-00000001 can't be read, and may be the best: it is kept ([Errno 5]")
+    assert (tmp_path / "best.json").read_bytes() == before and best_name(tmp_path) == "step-00000001"
+
+
+def test_the_best_one_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = written(tmp_path, 1, Score(5.0, "decoded")).path
+    digest, read = module.file_digest, list[Path]()
+
+    def noted(path: Path) -> str:
+        read.append(path.parent)
+        return digest(path)
+
+    monkeypatch.setattr(module, "file_digest", noted)
+    monkeypatch.setattr(module, "_verified", {})  # as in a process that was just started
+    for step in (2, 3):
+        written(tmp_path, step)
+    assert read.count(best) == 4  # its files
+    os.utime(best / "model.safetensors", ns=(0, 0))
+    written(tmp_path, 4)
+    assert read.count(best) == 8
+
+
+def test_what_is_somebody_else_s_in_the_folder_stays(tmp_path: Path) -> None:
+    saved = written(tmp_path, 1).path
+    others = [".git", ".notes", "notes", "step-00000001.keepme", "step-3", "step-000000001", "step-best"]
+    for name in others:
+        shutil.copytree(saved, tmp_path / name)
+    for name in (".step-00000001.tmp", ".step-00000001.old", ".best.json.tmp", ".step-100000000.lock"):
+        (tmp_path / name).write_text("left behind by a kill")
+    written(tmp_path, 2)
+    assert names(tmp_path) == sorted([*others, "step-00000002"])
+    said: list[str] = []
+    assert newest_good_checkpoint(tmp_path, said.append) == tmp_path / "step-00000002" and said == []
 
 
 # --- the state ---
@@ -203,7 +366,7 @@ def test_state_json_is_readable_and_says_everything(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     saved = save_checkpoint(tmp_path, model, optimizer, at(1), keep=1)
     state = json.loads((saved / "state.json").read_bytes())
-    assert list(state) == ["schema_version", "progress", "origin", "files", "own"]
+    assert list(state) == ["schema_version", "progress", "score", "origin", "files", "own"]
     assert state["schema_version"] == 2
     assert sorted(state["files"]) == ["config.json", "model.safetensors", "optimizer.safetensors", "random.json"]
     assert StateFile.model_validate(state).progress == at(1)

@@ -8,11 +8,20 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import at, flip, trained, truncate
 
-from trainer.checkpoint import CheckpointError, StateFile, damage, newest_good_checkpoint, save_checkpoint
+from trainer.checkpoint import (
+    CheckpointError,
+    StateFile,
+    damage,
+    load_drafter,
+    newest_good_checkpoint,
+    read_best,
+    save_checkpoint,
+)
 
 
 def emptied(file: Path) -> None:
@@ -41,6 +50,20 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     assert newest_good_checkpoint(tmp_path, said.append) == older
     (line,) = said
     assert line.startswith("checkpoint step-00000010 is damaged (") and line.endswith("): trying an older one")
+
+
+def test_a_state_nested_without_end_is_damage(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    older = save_checkpoint(tmp_path, model, optimizer, at(5), keep=2)
+    newest = save_checkpoint(tmp_path, model, optimizer, at(10), keep=2)
+    (newest / "state.json").write_text('{"schema_version": ' + "[" * 200_000)
+    (tmp_path / "best.json").write_text("[" * 200_000)
+    said: list[str] = []
+    assert newest_good_checkpoint(tmp_path, said.append) == older and len(said) == 1
+    assert read_best(tmp_path) is None
+    (newest / "config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="no drafter in"):
+        load_drafter(newest, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
