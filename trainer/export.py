@@ -36,10 +36,11 @@ from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.files import built_beside, names_in, save_tensors, write_synced
 from trainer.readback import Format, write_probe
-from trainer.speculators import EMBEDDING, HEAD, is_speculators, to_speculators
+from trainer.speculators import EMBEDDING, HEAD, to_speculators
 
 MODELLING = Path(__file__).parent / "remote_code" / "dflash.py"
 FILES = {CONFIG_FILE, MODEL_FILE, MODELLING.name}
+MARK = {"exported_by": "dflash-ops trainer"}  # in the config.json: only what has it is ever replaced
 
 
 def export(
@@ -47,10 +48,13 @@ def export(
 ) -> None:
     """Writes the drafter of a checkpoint, or of a drafter's folder, into `folder`; an older export is replaced whole.
 
-    target: folder or name of the target, for speculators. verifier: the name under which servers find it, when that is
-    another. Raises CheckpointError, TargetError, OSError; `folder` is then as it was.
+    target: folder or name of the target, for speculators; hf takes the ids of its special tokens. verifier: the name
+    under which servers find it, when that is another. Raises CheckpointError, TargetError, OSError; `folder` is then as
+    it was.
     """
     folder = folder.resolve()  # also for "." and "..", which have no name
+    if folder == checkpoint.resolve():
+        raise CheckpointError(f"{folder} is what shall be exported: name another folder for the export")
     refuse_foreign(folder)
     if (checkpoint / STATE_FILE).exists() and (fault := damage(checkpoint)):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged ({fault}): export another one")
@@ -61,6 +65,7 @@ def export(
         head_VH = None
         data = {**config.to_json(), "auto_map": {"AutoModel": f"{MODELLING.stem}.DFlashDraftModel"}}
         data |= {"dtype": named, "torch_dtype": named}  # as transformers 5 calls it, and as everything before
+        data |= special_tokens(target, config) if target else {}
     else:
         if target is None:
             raise CheckpointError("the speculators format holds the target's embedding and head: name it with --target")
@@ -73,14 +78,14 @@ def export(
         data["dtype"] = named
     with built_beside(folder) as building:
         save_tensors(building / MODEL_FILE, weights)
-        write_synced(building / CONFIG_FILE, json.dumps(data, indent=2).encode() + b"\n")
+        write_synced(building / CONFIG_FILE, json.dumps({**data, **MARK}, indent=2).encode() + b"\n")
         if to == "hf":
             write_synced(building / MODELLING.name, MODELLING.read_bytes())
         read_back(building, model, head_VH, dtype, to)
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises CheckpointError when something is at `folder` that no export made."""
+    """Raises CheckpointError when something is at `folder` that no export of ours made."""
     if not os.path.lexists(folder):
         return
     with contextlib.suppress(OSError, ValueError):
@@ -90,9 +95,30 @@ def refuse_foreign(folder: Path) -> None:
         data: Any = json.loads((folder / CONFIG_FILE).read_bytes())
         if names <= FILES and isinstance(data, Mapping):
             data = cast("Mapping[str, Any]", data)
-            if data.get("architectures") == ["DFlashDraftModel"] or is_speculators(data):
+            if data.items() >= MARK.items():
                 return
-    raise CheckpointError(f"{folder} is not an export: it will not be replaced")
+    raise CheckpointError(f"{folder} is not an export of ours: it will not be replaced")
+
+
+def refuse_other_target(target: str, config: DraftConfig, its: Any, num_layers: int) -> None:
+    """its: the target's config. Raises CheckpointError."""
+    for what, own, found in (
+        ("hidden size", config.hidden_size, its.hidden_size),
+        ("layers", config.num_target_layers, num_layers),
+        ("vocabulary", config.vocab_size, its.vocab_size),
+    ):
+        if own != found:
+            raise CheckpointError(f"the drafter was made for another target than {target}: {what} {own}, not {found}")
+
+
+def special_tokens(target: str, config: DraftConfig) -> dict[str, Any]:
+    """The ids that the target's config names; one that it doesn't is left out. Raises CheckpointError, OSError."""
+    from transformers import AutoConfig
+
+    its: Any = cast(Any, AutoConfig).from_pretrained(target).get_text_config()
+    refuse_other_target(target, config, its, its.num_hidden_layers)
+    named = {key: getattr(its, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {key: id for key, id in named.items() if id is not None}
 
 
 def ends_of(target: str, config: DraftConfig, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
@@ -100,13 +126,7 @@ def ends_of(target: str, config: DraftConfig, dtype: torch.dtype) -> tuple[dict[
     from trainer.target import load_target
 
     loaded = load_target(target, "cpu", dtype)
-    for what, own, its in (
-        ("hidden size", config.hidden_size, loaded.config.hidden_size),
-        ("layers", config.num_target_layers, loaded.num_layers),
-        ("vocabulary", config.vocab_size, loaded.config.vocab_size),
-    ):
-        if own != its:
-            raise CheckpointError(f"the drafter was made for another target than {target}: {what} {own}, not {its}")
+    refuse_other_target(target, config, loaded.config, loaded.num_layers)
     embedding_VH = loaded.embedding(torch.arange(config.vocab_size))
     head_VH = loaded.head_weight[: config.vocab_size]
     ends = {EMBEDDING: embedding_VH.to(dtype).contiguous(), HEAD: head_VH.to(dtype).contiguous().clone()}
@@ -156,7 +176,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="where the export shall be; an older export there is replaced")
     parser.add_argument("--to", choices=("hf", "speculators"), default="hf", help="the format (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--target", help="folder or hub name of the target model, for --to speculators")
+    parser.add_argument(
+        "--target",
+        help="folder or hub name of the target model: for --to speculators; hf takes its bos, eos and pad ids",
+    )
     parser.add_argument("--verifier", help="name of the target in the config, when servers find it elsewhere")
     options = parser.parse_args(words)
     checkpoint = chosen_drafter(options.checkpoint, lambda line: print(line, flush=True))

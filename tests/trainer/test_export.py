@@ -202,8 +202,9 @@ def test_only_an_export_is_replaced_and_as_a_whole(tmp_path: Path, here: None) -
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     (tmp_path / "file").write_text("more of it")
-    for place in (out, tmp_path / "model", tmp_path / "file"):
-        with pytest.raises(CheckpointError, match="is not an export: it will not be replaced"):
+    foreign = saved(tmp_path / "downloaded")  # a drafter, and of the same format
+    for place in (out, tmp_path / "model", tmp_path / "file", foreign):
+        with pytest.raises(CheckpointError, match="is not an export of ours: it will not be replaced"):
             export(folder, place, "hf", torch.float32, target=None)
     assert (out / "notes.txt").exists() and (tmp_path / "model/config.json").exists()
 
@@ -228,6 +229,29 @@ def test_of_a_run_the_best_checkpoint_is_exported_or_the_newest(
     (tmp_path / "run/checkpoints").mkdir()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
     assert "the run has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_an_export_does_not_replace_what_it_is_made_of(tmp_path: Path, here: None) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    export(saved(tmp_path / "drafter"), out, "hf", torch.float32, target=None)
+    other.symlink_to(out)
+    before = (out / "model.safetensors").read_bytes()
+    for place in (out, other):
+        with pytest.raises(CheckpointError, match="is what shall be exported: name another folder"):
+            export(out, place, "hf", torch.bfloat16, target=None)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_the_target_s_special_tokens_stand_in_the_config(
+    tiny_folder: Path, target: TargetModel, tmp_path: Path, here: None
+) -> None:
+    drafter_of(target, tmp_path / "drafter")
+    for named, ids in ((str(tiny_folder / "target"), {"bos_token_id": 256, "eos_token_id": 257}), (None, {})):
+        export(tmp_path / "drafter", tmp_path / "out", "hf", torch.float32, target=named)
+        data = json.loads((tmp_path / "out/config.json").read_text())
+        assert {key: value for key, value in data.items() if key.endswith("_token_id")} == ids
+    with pytest.raises(CheckpointError, match=r"made for another target than .*: hidden size 32, not 64"):
+        export(saved(tmp_path / "x"), tmp_path / "y", "hf", torch.float32, target=str(tiny_folder / "target"))
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
