@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A later turn for whose answer the target has no positions left."""
+    """A turn for whose answer the target has no positions left."""
 
     id: str
     prompt: list[int]
@@ -70,8 +70,10 @@ def measure(
     target: TargetModel, drafter: DraftModel, dialogues: Sequence[Dialogue], way: Way
 ) -> Iterator[Measured | LeftOut]:
     """Decodes every turn of every conversation."""
-    if dialogues:  # what only the first call pays (threads, kernels, the allocator) shall not count
-        prompt, warm = first_prompt(dialogues[0], target), min(way.limit, WARM)
+    firsts = (first_prompt(dialogue, target) for dialogue in dialogues)
+    prompt = next((first for first in firsts if fits(target, first, way.limit, drafter.config.block_size)), None)
+    if prompt is not None:  # what only the first call pays (threads, kernels, the allocator) shall not count
+        warm = min(way.limit, WARM)
         decode_speculative(target, drafter, prompt, warm, drafts=way.drafts, sampling=drawn(target, way, 0, 0))
         if way.plainly:
             decode_plain(target, prompt, warm, sampling=drawn(target, way, 0, 0))
@@ -81,14 +83,24 @@ def measure(
             yield from _dialogue(target, drafter, dialogue, way, name, (number, sample))
 
 
-def check_first_prompts(target: TargetModel, block_size: int, dialogues: Sequence[Dialogue], limit: int) -> None:
-    """Raises ValueError naming the first conversation that can't be written or is too long."""
+def fits(target: TargetModel, prompt: Sequence[int], limit: int, block_size: int) -> bool:
+    """Whether there is room for an answer."""
+    return len(prompt) + limit + block_size <= target.longest
+
+
+def too_long(target: TargetModel, block_size: int, dialogues: Sequence[Dialogue], limit: int) -> list[str]:
+    """Of each conversation whose first prompt leaves no room for an answer, where it is and why.
+
+    Raises ValueError naming the first one that can't be written.
+    """
+    found: list[str] = []
     for dialogue in dialogues:
         prompt = first_prompt(dialogue, target)
         try:
             capacity(target, prompt, limit, block_size)
         except ValueError as error:
-            raise ValueError(f"{dialogue.place}: {error}") from error
+            found.append(f"{dialogue.place}: {error}")
+    return found
 
 
 def _dialogue(
@@ -100,10 +112,10 @@ def _dialogue(
     def answer(prompt: list[int]) -> Decoded:
         return decode_speculative(target, drafter, prompt, way.limit, drafts=way.drafts, sampling=with_drafter)
 
-    def fits(prompt: list[int]) -> bool:
-        return len(prompt) + way.limit + drafter.config.block_size <= target.longest
+    def has_room(prompt: list[int]) -> bool:
+        return fits(target, prompt, way.limit, drafter.config.block_size)
 
-    for asked in ask(dialogue, target, answer, fits):
+    for asked in ask(dialogue, target, answer, has_room):
         turn = f"{name} turn {asked.turn}" if len(dialogue.said) > 1 else name
         prompt = asked.prompt
         if asked.answer is None:
@@ -134,6 +146,7 @@ def summary(rows: Sequence[Measured | LeftOut]) -> dict[str, Any]:
     speed = _tokens_per_s([row.speculative for row in answers])
     plain_speed = _tokens_per_s([row.plain for row in answers if row.plain])
     comparisons = [row.comparison for row in answers if row.comparison]
+    wrong = sum(len(comparison.wrong) for comparison in comparisons)
     return {
         "prompts": len(answers),
         "left_out": len(rows) - len(answers),
@@ -148,7 +161,8 @@ def summary(rows: Sequence[Measured | LeftOut]) -> dict[str, Any]:
         "compared": len(comparisons),
         "equal_tokens": sum(comparison.equal for comparison in comparisons),
         "near_ties": sum(comparison.near_ties for comparison in comparisons),
-        "wrong_tokens": sum(len(comparison.wrong) for comparison in comparisons),
+        "wrong_tokens": wrong,
+        "lossless": wrong == 0 if comparisons else None,  # in any dtype: the target's own tokens, but for near-ties
     }
 
 
@@ -193,7 +207,8 @@ def report(figures: dict[str, Any]) -> str:
             f"{figures['wrong_tokens']} wrong"
         )
     if figures["left_out"]:
-        lines.append(f"left out           {figures['left_out']} later turns: no positions left for their answers")
+        turns = f"{figures['left_out']} turn{'s' * (figures['left_out'] != 1)}"
+        lines.append(f"left out           {turns}: no positions left for an answer")
     return "\n".join(lines)
 
 
@@ -318,8 +333,11 @@ def main(words: list[str]) -> int:
         seed=options.seed,
         samples=options.samples,
     )
-    for _, dialogues in sets:
-        check_first_prompts(target, drafter.config.block_size, dialogues, way.limit)
+    cut = [line for _, some in sets for line in too_long(target, drafter.config.block_size, some, way.limit)]
+    if len(cut) == sum(len(dialogues) for _, dialogues in sets):
+        raise ValueError(f"nothing to measure with: no prompt leaves room for an answer; {cut[0]}")
+    for line in cut:
+        print(f"left out: {line}", file=sys.stderr, flush=True)
     measured: list[tuple[str, list[Measured | LeftOut]]] = []
     for file, dialogues in sets:
         rows: list[Measured | LeftOut] = []

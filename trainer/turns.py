@@ -114,7 +114,7 @@ def ask(
     for turn, said in enumerate(dialogue.said, start=1):
         history += said
         prompt = _prompt(dialogue, target, history)
-        room = room and (turn == 1 or fits(prompt))
+        room = room and fits(prompt)
         if not room:
             yield Asked(turn, prompt, None)
             continue

@@ -58,11 +58,12 @@ def test_the_figures_of_all_prompts() -> None:
     assert (figures["tokens_per_s"], figures["plain_tokens_per_s"]) == (3.5, 1.273)
     assert figures["speedup"] == 2.75
     assert (figures["equal_tokens"], figures["near_ties"], figures["wrong_tokens"]) == (8, 1, 0)
+    assert figures["lossless"] is True
 
 
 def test_nothing_measured_is_none_and_no_error() -> None:
     figures = summary([Measured("a", [], decoded([], 0.0), None, None)])
-    assert figures["acceptance_macro"] is figures["speedup"] is figures["tokens_per_s"] is None
+    assert figures["acceptance_macro"] is figures["speedup"] is figures["tokens_per_s"] is figures["lossless"] is None
     json.dumps(figures, allow_nan=False)
 
 
@@ -97,7 +98,7 @@ def test_people_get_answers_and_a_summary(words: list[str], capsys: pytest.Captu
         ("--drafter", "/nowhere/at/all", "no drafter in /nowhere/at/all"),
         ("--data", "/nowhere/at/all", "No such file"),
         ("--data", "bad.jsonl", "bad.jsonl:1: "),
-        ("--max-new-tokens", "5000", "the target has 1024"),
+        ("--max-new-tokens", "5000", "data.jsonl:1: prompt, answer and a block need"),
         ("--device", "cuda:77", "cuda:77"),
     ],
 )
@@ -294,7 +295,7 @@ def test_turns_without_room_are_left_out_and_counted() -> None:
 
 def test_behind_a_turn_that_was_left_out_none_is_answered() -> None:
     """Though a template that drops old turns made room again: it would follow words without an answer."""
-    target, room = tiny_target(), iter([False, True])
+    target, room = tiny_target(), iter([True, False, True])
     dialogue = Dialogue("a", "here:1", tuple([{"role": "user", "content": f"{n}"}] for n in range(3)))
     answer = Decoded([40, 2], [], [], [False] * 2, [1], 1.0)
     asked = list(ask(dialogue, target, lambda prompt: answer, lambda prompt: next(room)))
@@ -325,13 +326,35 @@ def test_data_sets_are_measured_one_by_one_and_together(
     assert len({len(line) for line in table[:4]}) == 1  # columns stand below each other
 
 
-def test_a_mistake_in_any_data_set_is_told_before_anything_is_measured(
+def test_a_prompt_that_is_too_long_is_left_out_and_told(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 2000}) + "\n")
-    assert main([*words, "--data", str(tmp_path / "long.jsonl")]) == 1
+    data, long = tmp_path / "data.jsonl", json.dumps({"prompt": "x" * 2000}) + "\n"
+    data.write_text(long + data.read_text())
+    (tmp_path / "long.jsonl").write_text(long)
+    assert main([*words, "--json", "--data", str(tmp_path / "long.jsonl")]) == 0
     said = capsys.readouterr()
-    assert said.out == "" and "long.jsonl:1: prompt, answer and a block need" in said.err
+    figures = json.loads(said.out)
+    assert (figures["prompts"], figures["left_out"], figures["wrong_tokens"]) == (3, 2, 0)
+    assert [(row["prompts"], row["left_out"]) for row in figures["data_sets"]] == [(3, 1), (0, 1)]
+    assert said.err.splitlines() == [
+        f"left out: {tmp_path / name}:1: prompt, answer and a block need 2032 positions, the target has 1024"
+        for name in ("data.jsonl", "long.jsonl")
+    ]
+    assert main(words) == 0
+    assert "left out           1 turn: no positions left for an answer" in capsys.readouterr().out
+
+
+def test_a_template_s_refusal_in_any_data_set_is_told_before_anything_is_measured(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}"
+    file = tmp_path / "target" / "chat_template.jinja"
+    file.write_text(template + file.read_text())
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "no"}\n')
+    assert main([*words, "--data", str(tmp_path / "odd.jsonl")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "odd.jsonl:1: the chat template refuses it: refused" in said.err
 
 
 def test_answers_at_a_temperature_are_drawn_by_the_seed_and_not_compared(
@@ -383,5 +406,7 @@ def test_a_token_that_is_not_the_target_s_is_code_9_in_full_precision_only(
 
     monkeypatch.setattr(evaluate, "decode_speculative", another)
     assert main([*words, "--prompts", "1", "--json"]) == 9
-    assert json.loads(capsys.readouterr().out)["wrong_tokens"] >= 1
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["wrong_tokens"] >= 1 and figures["lossless"] is False
     assert main([*words, "--prompts", "1", "--json", "--dtype", "bfloat16"]) == 0
+    assert json.loads(capsys.readouterr().out)["lossless"] is False
