@@ -6,9 +6,10 @@
     python -m trainer config | prepare | regenerate | eval | chat | export | import-gguf ...
                                                                             (--help of each says more)
 
-Exit codes: 0 done, `train` also after SIGTERM or SIGINT with a checkpoint saved; 2 the command line is wrong; 3 the
-config is wrong; 6 import-gguf: the model's package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C
-in a command that doesn't stop on a checkpoint; 143 regenerate after SIGTERM; 1 anything else.
+Exit codes: 0 done, `train` also when SIGTERM or SIGINT stopped it so that it can be started again, on a checkpoint
+unless it was still preparing data; 2 the command line is wrong; 3 the config is wrong; 6 import-gguf: the model's
+package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C in a command that doesn't stop on a
+checkpoint; 143 regenerate after SIGTERM; 1 anything else.
 """
 
 import argparse
@@ -103,8 +104,8 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
     def on_signal(number: int, frame: object) -> None:
         stop.set()
         with contextlib.suppress(OSError):  # the log's reader may be what died
-            # Not print: the signal may have come in the middle of one.
-            os.write(1, f"{signal.Signals(number).name}: stopping after this step, on a checkpoint\n".encode())
+            line = f"{signal.Signals(number).name}: stopping after this step, on a checkpoint; before the first, soon\n"
+            os.write(1, line.encode())  # not print: the signal may have come in the middle of one
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_DFL)
 

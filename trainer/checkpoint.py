@@ -241,10 +241,10 @@ def write_checkpoint(
     return tidy(new, keep)
 
 
-def tidy(new: Path, keep: int) -> Written:
+def tidy(new: Path, keep: int, *, later: bool = True) -> Written:
     """Beside a checkpoint that is whole: writes best.json, deletes what is not to be kept and what a kill left behind.
 
-    What can't be read just now is not deleted: it may be the best one.
+    What can't be read just now is not deleted: it may be the best one. later: whether those behind it go, too.
     """
     folder = new.parent
     _clear(folder)
@@ -257,7 +257,7 @@ def tidy(new: Path, keep: int) -> Written:
             replace_synced(folder / BEST_FILE, best.model_dump_json(indent=2).encode())
     found = checkpoint_folders(folder)
     here = found.index(new)
-    for unwanted in found[:here] + found[here + keep :]:
+    for unwanted in (found[:here] if later else []) + found[here + keep :]:
         if unwanted.name not in judged.spared and not (best and unwanted.name == best.name):
             # It first loses its name, so that one which is half gone is never taken for a damaged one.
             remove(unwanted.rename(unwanted.with_name(f".{unwanted.name}.old")))

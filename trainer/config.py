@@ -6,6 +6,7 @@ A mistake is a ConfigFault: which file, which key, why, and the nearest right ke
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,13 +143,16 @@ class TrainSection(Section):
     eval_every: int = Field(default=0, ge=0)
     """Steps between two measurements on data.heldout; 0: at the end only."""
     decode_every: int = Field(default=0, ge=0)
-    """Steps between two real decodings of prompts of data.heldout, and one at the end; 0: never. `best` goes by it."""
+    """Steps between two real decodings of prompts of data.heldout, and one at the end; 0: never. `best` goes by it.
+
+    Each makes a checkpoint.
+    """
     decode_prompts: int = Field(default=16, ge=1)
     """Prompts that are decoded then, one after the other: the first ones of data.heldout."""
     decode_tokens: int = Field(default=64, ge=2)
     """Tokens of each of their answers, at most."""
     checkpoint_every: int = Field(default=100, ge=1)
-    """Steps between two checkpoints; the last step makes one in any case."""
+    """Steps between two checkpoints; the last step makes one in any case, and each after which is decoded."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
     device: Device = "auto"
@@ -307,6 +311,12 @@ def idle_keys(config: TrainConfig) -> list[str]:
         lines.append(f"draft.captured {draft.captured} does nothing: draft.target_layer_ids names {named} layers")
     if settings.eval_every and config.data.heldout is None:
         lines.append(f"train.eval_every {settings.eval_every} does nothing: there is no data.heldout")
+    both = math.lcm(settings.eval_every, settings.checkpoint_every)
+    if config.data.heldout and not settings.decode_every and both > max(settings.eval_every, settings.checkpoint_every):
+        lines.append(
+            f"train.eval_every {settings.eval_every} and train.checkpoint_every {settings.checkpoint_every} meet every "
+            f"{both} steps only: what is measured at other steps is not saved, and can't be the best"
+        )
     return lines
 
 

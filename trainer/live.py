@@ -8,16 +8,18 @@ what was compiled for training. Nothing is drawn at random, so the training goes
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.acceptance import CycleFigures, answers_in, summarise
-from trainer.checkpoint import Score
+from trainer.config import TrainConfig
 from trainer.draft import DraftCache, DraftModel
 from trainer.heldout import HeldoutFigures
 from trainer.prepared import Prepared
+from trainer.scores import Score
 from trainer.speculate import SpeculativeDecoding, capacity
 from trainer.start import TrainingError
 from trainer.target import TargetModel
@@ -89,10 +91,41 @@ def heldout_prompts(heldout: Prepared, target: TargetModel, count: int, tokens: 
     return found
 
 
-def score_of(heldout: HeldoutFigures | None, decoded: CycleFigures | None) -> Score | None:
-    """How good the drafter is after a step: by decoding, else by the walk through the held-out answers, if measured."""
-    if decoded is not None and decoded.cycles:
-        return Score(decoded.macro, "decoded")
-    if heldout is not None and heldout.cycle_accept == heldout.cycle_accept:  # not nan
-        return Score(heldout.cycle_accept, "cycle")
-    return None
+@dataclass(frozen=True)
+class Measuring:
+    """What a training's scores depend on, beside the drafter."""
+
+    heldout: str  # the held-out data's digest
+    decoded: str | None  # settings of real decoding; None: nothing is decoded
+    cycle: str  # settings of the walk through the held-out answers
+
+    def score(self, heldout: HeldoutFigures | None, decoded: CycleFigures | None) -> Score | None:
+        """How good the drafter is after a step: by decoding, else by the walk, if measured."""
+        if decoded is not None and decoded.cycles:
+            return Score(decoded.macro, "decoded", self.heldout, self.decoded or "")
+        if heldout is not None and heldout.cycle_accept == heldout.cycle_accept:  # not nan
+            return Score(heldout.cycle_accept, "cycle", self.heldout, self.cycle)
+        return None
+
+    def differs(self, name: str, best: Score) -> list[str]:
+        """Says in a line how the scores to come stand to the best one so far, when they can't be compared."""
+        how = self.cycle if self.decoded is None else self.decoded
+        coming = Score(0.0, "cycle" if self.decoded is None else "decoded", self.heldout, how)
+        if best.comparable(coming):
+            return []
+        found = f"the best checkpoint so far, {name} ({best}), can't be compared with what will be measured"
+        if not best.same_data(coming):
+            return [f"{found}, on other held-out data: {_FIRST}"]
+        if best.measured == "decoded" and self.decoded is None:
+            return [f"{found}, as nothing is decoded now: it stays the best one; set train.decode_every to compare"]
+        return [f"{found}, which is {how}: {_FIRST}"]
+
+
+_FIRST = "the first one measured anew takes its place; copy it elsewhere to keep it"
+
+
+def measuring(config: TrainConfig, heldout: str) -> Measuring:
+    """heldout: the digest of the held-out data."""
+    settings = config.train
+    decoded = f"{settings.decode_prompts} prompts, {settings.decode_tokens} tokens" if settings.decode_every else None
+    return Measuring(heldout, decoded, f"rows of {config.data.row_tokens} tokens")

@@ -1,7 +1,8 @@
 """The random generators of this process, as JSON.
 
 Nothing in a training draws from them today: weights, order and anchors are functions of the seed and the row's number.
-A checkpoint keeps them all the same, so that what draws from them tomorrow repeats after a resume too.
+A fresh training seeds them and a checkpoint keeps them all the same, so that what draws from them tomorrow repeats from
+run to run and after a resume too.
 """
 
 # torch's and numpy's state functions are partly untyped.
@@ -13,6 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+def seed_all(seed: int) -> None:
+    """Python's, numpy's, and torch's on every device."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # it takes words of 32 bits
+    torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:

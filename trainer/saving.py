@@ -1,6 +1,6 @@
 """Checkpoints written from a thread, while the training goes on.
 
-    with Saver(folder, model, optimizer, keep=2, origin=origin, saved=tell) as saver:
+    with Saver(folder, model, optimizer, keep=2, origin=origin, saved=tell, say=print) as saver:
         for each step: ...; saver.save(progress); saver.poll()
 
 The state is copied to the host at once (snapshot.py); what the disk takes its time for happens in the thread. One write
@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, write_checkpoint
+from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, tidy, write_checkpoint
 from trainer.draft import DraftModel
 from trainer.origin import Origin
 from trainer.snapshot import HostCopy, Snapshot
@@ -33,8 +33,10 @@ class Saver:
         keep: int,
         origin: Origin | None,
         saved: Callable[[Written], None],
+        say: Callable[[str], None],
     ) -> None:
-        """saved: called, in the caller's thread, when a checkpoint is on the disk."""
+        """saved: called, in the caller's thread, when a checkpoint is on the disk. say: what is odd about others."""
+        self._say, self._said = say, set[str]()
         self._folder, self._model, self._optimizer = folder, model, optimizer
         self._keep, self._origin, self._saved = keep, origin, saved
         self._copy = HostCopy()
@@ -48,6 +50,11 @@ class Saver:
         snapshot = self._copy.take(self._model, self._optimizer)
         self._thread = threading.Thread(target=self._write, args=(snapshot, progress, score), name="checkpoint")
         self._thread.start()
+
+    def tidy(self, checkpoint: Path) -> None:
+        """Does what a save does last, beside a checkpoint that is there already: a kill may have kept it from it."""
+        self.wait()
+        self._notes(tidy(checkpoint, self._keep, later=False))
 
     def poll(self) -> None:
         """Tells of a write that is done. Raises OSError when it failed."""
@@ -68,6 +75,13 @@ class Saver:
             raise error
         if written is not None:
             self._saved(written)
+            self._notes(written)
+
+    def _notes(self, written: Written) -> None:
+        for note in written.notes:
+            if note not in self._said:  # each save would say it again
+                self._said.add(note)
+                self._say(note)
 
     def _write(self, snapshot: Snapshot, progress: Progress, score: Score | None) -> None:
         try:

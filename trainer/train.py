@@ -12,7 +12,7 @@ from typing import Literal
 
 from trainer import sizes
 from trainer.blocks import TILE
-from trainer.checkpoint import Progress, Score, Written, load_checkpoint, read_state
+from trainer.checkpoint import Progress, Score, Written, judge, load_checkpoint, read_state
 from trainer.config import TrainConfig, default_gamma, idle_keys
 from trainer.diagnosis import explain
 from trainer.features import FeatureBatch, RowBatch
@@ -20,12 +20,13 @@ from trainer.feed import Feed
 from trainer.heldout import heldout_figures
 from trainer.journal import Journal
 from trainer.learner import Learner, features_of
-from trainer.live import HeldoutDecoder, heldout_prompts, score_of
+from trainer.live import HeldoutDecoder, heldout_prompts, measuring
 from trainer.locks import locked
 from trainer.loss import Weighting
 from trainer.optim import learning_rate, make_optimizer
 from trainer.origin import changes_since, origin_of
 from trainer.pipeline import Pipeline
+from trainer.randomness import seed_all
 from trainer.records import RunDir
 from trainer.saving import Saver
 from trainer.start import (
@@ -153,10 +154,16 @@ def _train(
             for line in changes_since(before, origin):
                 say(line)
     else:
+        seed_all(settings.seed)
         start_weights(model, init_from or config.init_from, say, target)
         progress = Progress(step=0, row=0, data_digest=data.digest, packing=feed.rows.packing)
     cursor = place_after(progress, feed.rows, say)
     is_own = earlier is not None and earlier.parent == run.checkpoints
+    scores = measuring(config, heldout.digest) if heldout else None
+    judged = judge(run.checkpoints) if is_own else None
+    if scores and judged and judged.best and judged.score:
+        for line in scores.differs(judged.best.name, judged.score):
+            say(line)
     journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
     say(
         f"training {sum(p.numel() for p in model.parameters()):,} weights on {device}, target {config.target.path} on "
@@ -195,13 +202,16 @@ def _train(
     source = feed.batches(progress.step, cursor)
     with (
         nothing_compiles(device),
-        Saver(run.checkpoints, model, optimizer, keep=settings.keep, origin=origin, saved=saved) as saver,
+        Saver(run.checkpoints, model, optimizer, keep=settings.keep, origin=origin, saved=saved, say=say) as saver,
         Pipeline[FeatureBatch](source, [("target", features)], DEPTH, failed=explain) as pipeline,
     ):
         last_saved = progress.step if is_own else None
         if earlier and not is_own:
-            saver.save(progress)  # from here on the run can do without the earlier one
+            # From here on the run can do without the earlier one.
+            saver.save(progress, read_state(earlier).score)
             last_saved = progress.step
+        elif earlier and progress.step == settings.steps:
+            saver.tidy(earlier)  # which no save will do any more
         results = iter(pipeline)
         score: Score | None = None  # of the last step
         for step in range(progress.step + 1, settings.steps + 1):
@@ -226,7 +236,7 @@ def _train(
                 figures.read()
                 with tally.paused():
                     decoded = decoder.measure(stop)
-            score = score_of(measured, decoded)
+            score = scores.score(measured, decoded) if scores else None
             rows = feed.source(step)
             tally.add(Step(rows, lr, tokens, figures, measured, decoded), pipeline.depths())
             progress = Progress(
@@ -236,7 +246,8 @@ def _train(
                 data_digest=data.digest,
                 packing=feed.rows.packing,
             )
-            if step % settings.checkpoint_every == 0 or step == settings.steps:
+            # What is decoded is saved too: else its score were for nothing.
+            if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
                 tally.settle(pipeline.depths())
                 # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
                 if not tally.skipped_in_a_row:

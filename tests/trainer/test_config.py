@@ -102,6 +102,15 @@ def test_a_wrong_value_is_refused_with_its_key(sets: list[str], message: str) ->
         (["draft.target_layer_ids=[1, 4]"], []),
         (["train.eval_every=5"], ["train.eval_every 5 does nothing: there is no data.heldout"]),
         (["train.eval_every=5", "data.heldout=x"], []),
+        (["train.eval_every=200", "data.heldout=x"], []),
+        (
+            ["train.eval_every=6", "train.checkpoint_every=4", "data.heldout=x"],
+            [
+                "train.eval_every 6 and train.checkpoint_every 4 meet every 12 steps only: what is measured at other "
+                "steps is not saved, and can't be the best"
+            ],
+        ),
+        (["train.eval_every=6", "train.checkpoint_every=4", "train.decode_every=3", "data.heldout=x"], []),
         (["preset=qwen3-4b", "train.loss=d-pace", "data.heldout=x"], []),
     ],
 )

@@ -20,7 +20,8 @@ def test_a_training_killed_at_random_moments_ends_with_the_same_weights(
 ) -> None:
     """30 kills with --soak, 3 without; checkpoints come so often that many a kill falls into the writing of one."""
     data, heldout = tiny_folder / "train.jsonl", tiny_folder / "heldout.jsonl"
-    changes = {"train__steps": STEPS, "train__checkpoint_every": 2, "train__eval_every": 10, "train__keep": 2}
+    changes = {"train__steps": STEPS, "train__checkpoint_every": 2, "train__eval_every": 2, "train__keep": 1}
+    changes |= {"train__decode_every": 6, "train__decode_prompts": 2, "train__decode_tokens": 4}
     config = tmp_path / "config.toml"
     config.write_text(tiny_toml(tiny_folder / "target", data, heldout, **changes))
     moments = random.Random(20261129)
@@ -44,10 +45,16 @@ def test_a_training_killed_at_random_moments_ends_with_the_same_weights(
             assert status_of(folder).state == "finished"
             assert_same_weights(folder, tmp_path / "whole", STEPS)
             assert figures(metrics_of(folder)) == figures(metrics_of(tmp_path / "whole"))
-            left = sorted(path.name for path in (folder / "checkpoints").iterdir())
-            assert left == sorted(path.name for path in (tmp_path / "whole/checkpoints").iterdir())
+            assert records(folder) == records(tmp_path / "whole")
     assert resumed >= kills // 3  # the others began anew: they were killed before their first checkpoint
     print(f"{kills} kills, {resumed} resumes, {cut} kills in the writing of a checkpoint, {run} trainings")
+
+
+def records(run: Path) -> dict[str, bytes | None]:
+    """What is left in the folder of checkpoints, and which of them is the best, and the random generators' states."""
+    folder = run / "checkpoints"
+    told = {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
+    return told | {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/random.json")}
 
 
 def killed(child: Child, moments: random.Random) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from tiny_targets import document_features, drafter_for, tiny_target
 
 from trainer.acceptance import CycleFigures, summarise
 from trainer.chat import prompt_tokens
-from trainer.checkpoint import Score, load_drafter
+from trainer.checkpoint import Score, load_drafter, read_state
 from trainer.config import ConfigFault, load
 from trainer.heldout import HeldoutFigures
-from trainer.live import HeldoutDecoder, heldout_prompts, score_of
+from trainer.live import HeldoutDecoder, Measuring, heldout_prompts
 from trainer.prepared import open_prepared
 from trainer.records import StepRecord
 from trainer.speculate import decode_plain, decode_speculative
@@ -135,10 +136,43 @@ def test_tensorboard_draws_what_was_decoded(decoded_run: tuple[Path, list[str]])
 
 def test_a_score_is_what_was_decoded_before_what_was_walked() -> None:
     walked, decoded = HeldoutFigures(1.0, 2.0, 3.0), CycleFigures(2.5, 2.0, {1: 1}, 1, 1)
-    assert score_of(walked, decoded) == Score(2.5, "decoded")
-    assert score_of(walked, None) == Score(3.0, "cycle")
-    assert score_of(HeldoutFigures(1.0, 2.0, float("nan")), None) is score_of(None, None) is None
-    assert score_of(walked, summarise([[]])) == Score(3.0, "cycle")  # each answer was one token
+    score = Measuring("data", "3 prompts", "rows of 64").score
+    assert score(walked, decoded) == Score(2.5, "decoded", "data", "3 prompts")
+    assert score(walked, None) == Score(3.0, "cycle", "data", "rows of 64")
+    assert score(HeldoutFigures(1.0, 2.0, float("nan")), None) is score(None, None) is None
+    assert score(walked, summarise([[]])) == Score(3.0, "cycle", "data", "rows of 64")  # each answer was one token
+
+
+def test_what_is_decoded_is_saved_with_its_score_though_no_checkpoint_is_due(own_answers: Path, tmp_path: Path) -> None:
+    changes = {**DECODING, "train__decode_every": 3, "train__checkpoint_every": 5}
+    train(config_of(own_answers, train__steps=7, train__keep=9, **changes), tmp_path, say=silent)
+    decoded = {r.step: r.decoded_accept for r in metrics_of(tmp_path) if r.decoded_accept is not None}
+    assert list(decoded) == [3, 6, 7]
+    scores = {step: read_state(tmp_path / f"checkpoints/step-{step:08d}").score for step in (3, 5, 6, 7)}
+    assert {step: score.value for step, score in scores.items() if score} == decoded
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 4
+
+
+def test_it_is_said_when_scores_can_not_be_compared(
+    decoded_run: tuple[Path, list[str]], own_answers: Path, tmp_path: Path
+) -> None:
+    run, _ = decoded_run
+    rows = (own_answers / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(rows[:3]))
+    other = {"data__heldout": str(tmp_path / "other.jsonl")}
+    anew = "the first one measured anew takes its place; copy it elsewhere to keep it"
+    for name, changes, said in (
+        ("same", {**DECODING}, None),
+        ("other", {**DECODING, **other}, f"measured, on other held-out data: {anew}"),
+        ("fewer", {**DECODING, "train__decode_prompts": 2}, f"measured, which is 2 prompts, 24 tokens: {anew}"),
+        ("none", {}, "measured, as nothing is decoded now: it stays the best one; set train.decode_every to compare"),
+    ):
+        shutil.copytree(run / "checkpoints", tmp_path / name / "checkpoints")
+        lines: list[str] = []
+        train(config_of(own_answers, **STEPS, **changes), tmp_path / name, say=lines.append)
+        found = [line for line in lines if "can't be compared" in line]
+        assert len(found) == (said is not None)
+        assert not said or found[0].endswith(said)
 
 
 def test_a_stop_cuts_a_measurement() -> None:

@@ -1,9 +1,12 @@
 """Checkpoints written from a thread: of the moment, one at a time, and no failure goes unseen."""
 
+import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_checkpoint import at, files_of_at_most, learn, trained
@@ -35,7 +38,7 @@ class Held:
 
 def saver(folder: Path, told: list[Written], steps: int = 1, **named: Any) -> tuple[Saver, Any, Any]:
     model, optimizer = trained(steps)
-    made = Saver(folder, model, optimizer, keep=2, origin=None, saved=told.append, **named)
+    made = Saver(folder, model, optimizer, keep=2, origin=None, saved=told.append, say=print, **named)
     return made, model, optimizer
 
 
@@ -244,3 +247,31 @@ def test_a_state_of_generators_that_is_none_is_told() -> None:
     for key in ("python", "numpy", "torch"):
         with pytest.raises(ValueError, match="the states of the random generators can't be read"):
             restore_random_states({**states, key: None})
+
+
+def test_a_fresh_training_seeds_all_random_generators(tiny_folder: Path, tmp_path: Path) -> None:
+    def states(name: str, seed: int) -> dict[str, object]:
+        random.random(), np.random.rand(), torch.rand(1)
+        train(config_of(tiny_folder, train__steps=1, train__seed=seed), tmp_path / name, say=silent)
+        return json.loads((tmp_path / name / "checkpoints/step-00000001/random.json").read_bytes())
+
+    before = random_states()
+    try:
+        one, same, other = states("one", 2**40), states("same", 2**40), states("other", 2**41)
+    finally:
+        restore_random_states(before)
+    assert one == same
+    assert all(one[key] != other[key] for key in ("python", "numpy", "torch"))
+
+
+def test_what_is_odd_is_said_once_and_a_finished_training_mends_it_too(tiny_folder: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_folder, train__steps=2, train__checkpoint_every=1, train__eval_every=1, train__keep=1)
+    train(config, tmp_path, say=silent)
+    hint, folder = tmp_path / "checkpoints/best.json", tmp_path / "checkpoints"
+    whole = hint.read_bytes()
+    hint.write_bytes(whole[:-3])
+    (folder / ".step-00000002.lock").write_text("left by a kill")
+    lines: list[str] = []
+    train(config, tmp_path, say=lines.append)
+    assert lines.count("best.json is damaged: it is made anew") == 1
+    assert hint.read_bytes() == whole and not list(folder.glob(".*"))
