@@ -25,7 +25,7 @@ from trainer.arguments import at_least_one, at_least_zero, share, temperature
 from trainer.checkpoint import load_drafter
 from trainer.chosen import chosen_drafter
 from trainer.draft import DraftModel
-from trainer.rejection import Sampling, sampling
+from trainer.rejection import Sampling, seeded_sampling
 from trainer.speculate import Comparison, Decoded, capacity, compare, decode_plain, decode_speculative
 from trainer.stream import coloured, pieces_of, printable
 from trainer.target import TargetModel, load_target
@@ -48,7 +48,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAnswer:
     """One prompt, decoded with the drafter and, unless left out, plainly; compared at temperature 0."""
 
     id: str
@@ -68,7 +68,7 @@ class LeftOut:
 
 def measure(
     target: TargetModel, drafter: DraftModel, dialogues: Sequence[Dialogue], way: Way
-) -> Iterator[Measured | LeftOut]:
+) -> Iterator[MeasuredAnswer | LeftOut]:
     """Decodes every turn of every conversation."""
     firsts = (first_prompt(dialogue, target) for dialogue in dialogues)
     prompt = next((first for first in firsts if fits(target, first, way.limit, drafter.config.block_size)), None)
@@ -105,7 +105,7 @@ def too_long(target: TargetModel, block_size: int, dialogues: Sequence[Dialogue]
 
 def _dialogue(
     target: TargetModel, drafter: DraftModel, dialogue: Dialogue, way: Way, name: str, numbers: tuple[int, int]
-) -> Iterator[Measured | LeftOut]:
+) -> Iterator[MeasuredAnswer | LeftOut]:
     """One pass through a conversation; plain decoding gets the prompts that the answers with the drafter led to."""
     with_drafter, alone = drawn(target, way, *numbers), drawn(target, way, *numbers, 1)
 
@@ -129,18 +129,18 @@ def _dialogue(
                 return decode_plain(target, prompt + tokens, way.limit - len(tokens))
 
             comparison = compare(asked.answer, plain, redo)
-        yield Measured(turn, prompt, asked.answer, plain, comparison)
+        yield MeasuredAnswer(turn, prompt, asked.answer, plain, comparison)
 
 
 def drawn(target: TargetModel, way: Way, *numbers: int) -> Sampling | None:
     """Where a conversation's tokens come from: by its own numbers, so that it doesn't matter what else is measured."""
     seed = np.random.SeedSequence([way.seed, *numbers]).generate_state(1, np.uint64)
-    return sampling(way.temperature, way.top_p, int(seed[0] >> np.uint64(1)), target.device)
+    return seeded_sampling(way.temperature, way.top_p, int(seed[0] >> np.uint64(1)), target.device)
 
 
-def summary(rows: Sequence[Measured | LeftOut]) -> dict[str, Any]:
+def summary(rows: Sequence[MeasuredAnswer | LeftOut]) -> dict[str, Any]:
     """The figures of all answers together, as JSON values; a figure that nothing was measured for is None."""
-    answers = [row for row in rows if isinstance(row, Measured)]
+    answers = [row for row in rows if isinstance(row, MeasuredAnswer)]
     cycles = [tau for row in answers for tau in row.speculative.accepted]
     means = [row.speculative.acceptance for row in answers if row.speculative.accepted]
     speed = _tokens_per_s([row.speculative for row in answers])
@@ -338,13 +338,13 @@ def main(words: list[str]) -> int:
         raise ValueError(f"nothing to measure with: no prompt leaves room for an answer; {cut[0]}")
     for line in cut:
         print(f"left out: {line}", file=sys.stderr, flush=True)
-    measured: list[tuple[str, list[Measured | LeftOut]]] = []
+    measured: list[tuple[str, list[MeasuredAnswer | LeftOut]]] = []
     for file, dialogues in sets:
-        rows: list[Measured | LeftOut] = []
+        rows: list[MeasuredAnswer | LeftOut] = []
         measured.append((file, rows))
         for row in measure(target, drafter, dialogues, way):
             rows.append(row)
-            if isinstance(row, Measured) and not options.json:
+            if isinstance(row, MeasuredAnswer) and not options.json:
                 print(_shown(row, target, colour=in_colour(options)), flush=True)
     everything = [row for _, rows in measured for row in rows]
     figures: dict[str, Any] = {
@@ -370,7 +370,7 @@ def main(words: list[str]) -> int:
     return 9 if figures["wrong_tokens"] and options.dtype == "float32" else 0
 
 
-def _shown(row: Measured, target: TargetModel, *, colour: bool) -> str:
+def _shown(row: MeasuredAnswer, target: TargetModel, *, colour: bool) -> str:
     """An answer for people."""
     pieces = pieces_of(target.tokenizer, row.speculative.tokens, row.speculative.drafted)
     pieces = [(printable(text), drafted) for text, drafted in pieces]

@@ -65,7 +65,7 @@ class Sampling:
         return count, self.draw(weights_CV.index_select(0, count[None]))[0]
 
 
-def sampling(temperature: float, top_p: float, seed: int, device: torch.device | str) -> Sampling | None:
+def seeded_sampling(temperature: float, top_p: float, seed: int, device: torch.device | str) -> Sampling | None:
     """How tokens are drawn; None at temperature 0, which takes the best one. Raises ValueError."""
     if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} must be 0 or more, top-p {top_p} above 0 and at most 1")

@@ -18,7 +18,7 @@ from trainer.chat import prompt_tokens
 from trainer.conversations import text_of
 from trainer.draft import DraftModel
 from trainer.evaluate import add_models, add_sampling, in_colour, load_models
-from trainer.rejection import Sampling, sampling
+from trainer.rejection import Sampling, seeded_sampling
 from trainer.speculate import SpeculativeDecoding
 from trainer.stream import DIM, RESET, Pieces, coloured, printable
 from trainer.target import TargetModel
@@ -182,7 +182,7 @@ def main(words: list[str]) -> int:
         raise ValueError("nothing is asked: --prompt and stdin are empty")
     target, drafter, _ = load_models(options)
     limit = options.max_new_tokens or min(LIMIT, target.longest // 2)
-    how = sampling(options.temperature, options.top_p, options.seed, target.device)
+    how = seeded_sampling(options.temperature, options.top_p, options.seed, target.device)
     talk = Talk(target, drafter, limit, options.system, how)
     colour, terminal = in_colour(options), sys.stdout.isatty()
     dim = colour and sys.stderr.isatty()

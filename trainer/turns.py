@@ -34,7 +34,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedTurn:
     """A turn's prompt, and how it was answered; None: there was no room left for an answer."""
 
     turn: int  # from 1 on
@@ -107,7 +107,7 @@ def ask(
     target: TargetModel,
     answer: Callable[[list[int]], Decoded],
     fits: Callable[[list[int]], bool],
-) -> Iterator[Asked]:
+) -> Iterator[AskedTurn]:
     """Asks turn by turn. Where one no longer fits, neither it nor those after it are answered."""
     history: Messages = []
     room = True
@@ -116,10 +116,10 @@ def ask(
         prompt = _prompt(dialogue, target, history)
         room = room and fits(prompt)
         if not room:
-            yield Asked(turn, prompt, None)
+            yield AskedTurn(turn, prompt, None)
             continue
         decoded = answer(prompt)
-        yield Asked(turn, prompt, decoded)
+        yield AskedTurn(turn, prompt, decoded)
         history.append({"role": "assistant", "content": answer_text(target, decoded.tokens)})
 
 

@@ -14,7 +14,7 @@ from trainer import evaluate
 from trainer.__main__ import main
 from trainer.checkpoint import Score, save_checkpoint, save_drafter
 from trainer.conversations import LineError
-from trainer.evaluate import LeftOut, Measured, Way, measure, summary
+from trainer.evaluate import LeftOut, MeasuredAnswer, Way, measure, summary
 from trainer.optim import make_optimizer
 from trainer.speculate import Comparison, Decoded, decode_speculative
 from trainer.stream import GREEN
@@ -49,8 +49,8 @@ def decoded(accepted: list[int], seconds: float, drafted: list[bool] | None = No
 
 def test_the_figures_of_all_prompts() -> None:
     rows = [
-        Measured("a", [], decoded([4, 2], 1.0), decoded([1] * 6, 4.0), Comparison(7, 0, [])),
-        Measured("b", [], decoded([1], 1.0), decoded([1], 1.5), Comparison(1, 1, [])),
+        MeasuredAnswer("a", [], decoded([4, 2], 1.0), decoded([1] * 6, 4.0), Comparison(7, 0, [])),
+        MeasuredAnswer("b", [], decoded([1], 1.0), decoded([1], 1.5), Comparison(1, 1, [])),
     ]
     figures = summary(rows)
     assert (figures["acceptance_macro"], figures["acceptance_micro"]) == (2.0, 2.333)  # (3 + 1) / 2, 7 / 3
@@ -62,7 +62,7 @@ def test_the_figures_of_all_prompts() -> None:
 
 
 def test_nothing_measured_is_none_and_no_error() -> None:
-    figures = summary([Measured("a", [], decoded([], 0.0), None, None)])
+    figures = summary([MeasuredAnswer("a", [], decoded([], 0.0), None, None)])
     assert figures["acceptance_macro"] is figures["speedup"] is figures["tokens_per_s"] is figures["lossless"] is None
     json.dumps(figures, allow_nan=False)
 
@@ -287,9 +287,9 @@ def test_turns_without_room_are_left_out_and_counted() -> None:
     rows = list(measure(target, drafter, dialogues, Way(limit=8)))
     kinds = [type(row) for row in rows]
     assert [row.id for row in rows] == [f"a turn {n}" for n in range(1, 6)]
-    assert Measured in kinds and kinds == sorted(kinds, key=lambda kind: kind is LeftOut) and LeftOut in kinds
+    assert MeasuredAnswer in kinds and kinds == sorted(kinds, key=lambda kind: kind is LeftOut) and LeftOut in kinds
     figures = summary(rows)
-    assert (figures["prompts"], figures["left_out"]) == (kinds.count(Measured), kinds.count(LeftOut))
+    assert (figures["prompts"], figures["left_out"]) == (kinds.count(MeasuredAnswer), kinds.count(LeftOut))
     assert figures["wrong_tokens"] == 0 and figures["compared"] == figures["prompts"]
 
 
@@ -382,7 +382,7 @@ def test_a_conversation_s_draws_do_not_depend_on_the_others(tmp_path: Path) -> N
     dialogues = [Dialogue(f"{n}", "here", ([{"role": "user", "content": f"say {n}"}],)) for n in range(2)]
     both = list(measure(target, drafter, dialogues, Way(limit=12, temperature=1.0, plainly=False)))
     one = list(measure(target, drafter, dialogues[:1], Way(limit=12, temperature=1.0, plainly=False, samples=2)))
-    tokens = [row.speculative.tokens for row in (both[0], one[0], one[1]) if isinstance(row, Measured)]
+    tokens = [row.speculative.tokens for row in (both[0], one[0], one[1]) if isinstance(row, MeasuredAnswer)]
     assert tokens[0] == tokens[1] != tokens[2]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.draft import DraftModel
-from trainer.rejection import Sampling, sampling
+from trainer.rejection import Sampling, seeded_sampling
 from trainer.speculate import SpeculativeDecoding, decode_plain, decode_speculative
 from trainer.target import TargetModel
 
@@ -25,7 +25,7 @@ VOCABULARY, PROMPT = 4, [1, 3, 2]
 
 
 def drawing(seed: int = 0, temperature: float = 1.0, top_p: float = 1.0) -> Sampling:
-    found = sampling(temperature, top_p, seed, "cpu")
+    found = seeded_sampling(temperature, top_p, seed, "cpu")
     assert found is not None
     return found
 
@@ -117,7 +117,7 @@ def test_top_p_keeps_the_fewest_best_tokens_that_reach_it() -> None:
 )
 def test_what_is_no_temperature_is_refused(temperature: float, top_p: float) -> None:
     with pytest.raises(ValueError, match="temperature"):
-        sampling(temperature, top_p, 0, "cpu")
+        seeded_sampling(temperature, top_p, 0, "cpu")
 
 
 # --- the loop ---
