@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_draft import CONFIG
 
-import trainer.checkpoint as module
 from trainer.checkpoint import (
     CheckpointError,
     Progress,
@@ -36,6 +35,7 @@ from trainer.checkpoint import (
 )
 from trainer.data import Cursor
 from trainer.draft import DraftModel
+from trainer.files import file_digest
 from trainer.optim import make_optimizer
 from trainer.snapshot import HostCopy
 
@@ -314,14 +314,14 @@ def test_a_best_one_that_can_not_be_read_just_now_stays(
 
 def test_the_best_one_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = written(tmp_path, 1, Score(5.0, "decoded")).path
-    digest, read = module.file_digest, list[Path]()
+    read: list[Path] = []
 
     def noted(path: Path) -> str:
         read.append(path.parent)
-        return digest(path)
+        return file_digest(path)
 
-    monkeypatch.setattr(module, "file_digest", noted)
-    monkeypatch.setattr(module, "_verified", {})  # as in a process that was just started
+    monkeypatch.setattr("trainer.state.file_digest", noted)
+    monkeypatch.setattr("trainer.checkpoint._verified", {})  # as in a process that was just started
     for step in (2, 3):
         written(tmp_path, step)
     assert read.count(best) == 4  # its files

@@ -415,6 +415,7 @@ def test_a_signal_before_the_first_step_ends_a_run_that_can_be_started_again(lon
     code, output = trainer.end()
     status = status_of(tmp_path / "run")
     assert code == 0, output
+    assert "SIGTERM: stopping after this step, on a checkpoint; before the first, soon\n" in output
     # While it prepares data there are no weights to save yet.
     assert status.state == "stopped" and status.checkpoint in (None, f"step-{status.step:08d}")
     again = StopAfter(status.step + 1)
