@@ -202,6 +202,8 @@ def test_a_step_is_saved_once_by_each_run(tiny_folder: Path, tmp_path: Path) -> 
         resume = tmp_path / "first" if run == "second" else None
         train(config, tmp_path / run, resume=resume, say=lines.append)
         assert len([line for line in lines if line.startswith("saved step-00000002")]) == count
+    scores = [read_state(tmp_path / run / "checkpoints/step-00000002").score for run in ("first", "second")]
+    assert scores[0] is not None and scores[0] == scores[1]
 
 
 def test_a_resume_tells_what_has_changed_and_nothing_else(
