@@ -60,11 +60,11 @@ def unit_head_target(seed: int = 0) -> TargetModel:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("block_size", [2, 5, 16])
-def test_decoding_through_a_drafter_equals_plain_decoding(family: str, block_size: int) -> None:
+def test_decoding_through_a_drafter_equals_plain_decoding(family: str, block_size: int, soak: bool) -> None:
     target = tiny_target(family)
     torch.manual_seed(1)
     drafter = drafter_for(target, layers=2, block=block_size)
-    for prompt in prompts_of(target, 20):
+    for prompt in prompts_of(target, 20 if soak else 6):
         plain = decode_plain(target, prompt, 24)
         ours = decode_speculative(target, drafter, prompt, 24)
         result = compare(
@@ -237,13 +237,13 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 # --- the real thing ---
 
 
-@pytest.mark.timeout(300)  # 40 s on an idle core
-def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens() -> None:
-    target = real_target()
+@pytest.mark.timeout(300)  # with --soak 40 s on an idle core
+def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens(soak: bool) -> None:
+    target, count = real_target(), 20 if soak else 5
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
-    dialogues = read_dialogues(DEMO / "heldout.jsonl", 20)
+    dialogues = read_dialogues(DEMO / "heldout.jsonl", count)
     figures = summary(list(measure(target, drafter, dialogues, Way(limit=12))))
-    assert figures["compared"] == 20
+    assert figures["compared"] == count
     assert figures["wrong_tokens"] == 0
     assert figures["equal_tokens"] + figures["near_ties"] == figures["tokens"]
     assert figures["acceptance_micro"] > 1.2  # 12 tokens are few: the drafter's own figure is in docs/decisions.md
