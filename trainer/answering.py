@@ -23,6 +23,8 @@ TOGETHER = 1024
 """Prompts that are tokenised together."""
 WINDOW = 32_768
 """Conversations that are read ahead, to be sorted by length: some 100 MB of text."""
+USUAL = 256
+"""Tokens of a usual prompt."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +52,32 @@ class Local:
         room: Room,
         *,
         refused: Callable[[int, str], None] | None = None,
+        timed: bool = False,
     ) -> None:
         """refused: is told of each conversation, by its number, that can't be asked, and why; it may raise.
 
-        None: such a conversation has an outcome without a row.
+        None: such a conversation has an outcome without a row. timed: the clock may end it, so that little is sorted by
+        length at a time: what the time does not suffice for is then the last of them, not the short ones.
         """
         self._refused = refused
         self._target, self._manner, self._choose, self._room = target, manner, choose, room
         self._text, self._reads_back = text_reader(target.tokenizer)
         self._ends = target.end_tokens()
+        self._window = min(WINDOW, 8 * room.slots(manner.limit + USUAL)) if timed else WINDOW
 
     def answers(self, conversations: Iterable[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
-        """Each conversation's outcome, in the order of finishing; turns after turns, a window at a time."""
+        """Each conversation's outcome, in the order of finishing; turns after turns, a window at a time.
+
+        Stopped, those with answers end as they are, and the others have no outcome.
+        """
         waiting = iter(conversations)
-        while window := list(islice(waiting, WINDOW)):
+        while not stop() and (window := list(islice(waiting, self._window))):
             while window:
                 again: list[Asked] = []
                 yield from self._turn(window, again, stop)
                 window = again
                 if stop():
+                    yield from (found for asked in window if (found := asked.cut()))
                     return
 
     def _turn(self, window: Sequence[Asked], again: list[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
@@ -86,11 +95,13 @@ class Local:
                 else:
                     yield asked.outcome("too_long")
         manner = self._manner
+        answered: set[int] = set()
         keys = [key_of("answer", manner.seed, asked.number, asked.answers) for asked in open_ones]
         for one in generate_fitting(
             self._target, prompts, keys, manner.limit, self._ends, self._room, choose=self._choose, stop=stop
         ):
             asked = open_ones[one.index]
+            answered.add(one.index)
             asked.tokens += len(one.tokens)
             dropped, text = self._judged(asked, one)
             if dropped:
@@ -99,6 +110,9 @@ class Local:
                 again.append(asked)
             else:
                 yield asked.outcome()
+        for index, asked in enumerate(open_ones):
+            if index not in answered and (found := asked.cut()):
+                yield found
 
     def _prompts(self, some: Sequence[Asked]) -> list[tuple[Asked, list[int] | str]]:
         """Each one's tokens, or why it can't be asked: the template refuses it, or it is too long."""

@@ -31,6 +31,16 @@ def share(word: str) -> float:
     return _number(word, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
+def seconds(word: str) -> float:
+    """A number from 0 on."""
+    return _number(word, "a number of seconds, 0 or more", lambda value: value >= 0)
+
+
+def seconds_above_zero(word: str) -> float:
+    """A number above 0."""
+    return _number(word, "a number of seconds above 0", lambda value: value > 0)
+
+
 def _number(word: str, what: str, fits: Callable[[float], bool]) -> float:
     try:
         value = float(word)

@@ -25,12 +25,16 @@ class Outcome:
     answers: int
     tokens: int
     """Of all answers, also of those that were not kept."""
+    unasked: int = 0
+    """Turns that the time did not suffice for: their turn comes when the command goes on."""
 
     def piece(self) -> dict[str, Any]:
         """As a line of JSON."""
         found: dict[str, Any] = {"number": self.number, "answers": self.answers, "tokens": self.tokens}
         if self.dropped:
             found["dropped"] = self.dropped
+        if self.unasked:
+            found["unasked_turns"] = self.unasked
         return found | (self.row or {})
 
 
@@ -59,7 +63,17 @@ class Asked:
         self.said += self.turns[self.answers]
         return True
 
-    def outcome(self, dropped: str | None = None) -> Outcome:
+    def go_on(self, piece: Mapping[str, Any]) -> None:
+        """Take the answers of a piece that ended with turns unasked."""
+        while len(self.said) < len(piece["messages"]):
+            self.keep(piece["messages"][len(self.said)]["content"])
+        self.tokens = piece["tokens"]
+
+    def cut(self) -> Outcome | None:
+        """As it is when the time is over: with its answers so far; None without any, as if it was never begun."""
+        return self.outcome(unasked=len(self.turns) - self.answers) if self.answers else None
+
+    def outcome(self, dropped: str | None = None, *, unasked: int = 0) -> Outcome:
         """As it is now: with the answers so far, ending with the last of them."""
         tried = self.answers + (dropped not in (None, "too_long"))
         if not self.answers:
@@ -67,7 +81,7 @@ class Asked:
         messages = list(self.said)
         while messages[-1]["role"] != "assistant":
             messages.pop()
-        return Outcome(self.number, {"id": self.id, "messages": messages}, dropped, tried, self.tokens)
+        return Outcome(self.number, {"id": self.id, "messages": messages}, dropped, tried, self.tokens, unasked)
 
 
 def asked_from(record: bytes | Mapping[str, Any], number: int, name: str, *, last_turn_only: bool) -> Asked:

@@ -1,8 +1,9 @@
 """Conversations answered by a server of OpenAI's kind, such as vLLM or SGLang, many requests at a time.
 
 The key comes from the environment (DFLASH_ENDPOINT_KEY, else OPENAI_API_KEY). It is in the requests' header and nowhere
-else: taken out of what the server says, too. Redirects are not followed and proxies not used, since both would hand it
-on. Certificates are verified; http is allowed.
+else: taken out of what the server says of its errors, and an answer or a model's name that holds it is refused.
+Redirects are not followed and proxies not used, since both would hand it on. Certificates are verified; http is
+allowed.
 
 What may pass (429, 5xx, a connection that breaks, no answer in time, an answer that is no JSON) is asked again, waiting
 longer each time. A request that fails for good is counted with its reason when the server answers others; when it does
@@ -46,6 +47,10 @@ class _Passing(Exception):
         self.after = after
 
 
+class _Late(Exception):
+    """The time is over, and this request was not answered."""
+
+
 class _Refused(Exception):
     """This request can't be answered; others may."""
 
@@ -73,12 +78,12 @@ def endpoint_from(url: str, timeout: float, environment: Mapping[str, str] = os.
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise EndpointError(f"--endpoint is no URL: {error}") from error
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    except ValueError:  # its words hold parts of the URL, and so may ours not
+        raise EndpointError("--endpoint is no URL such as http://127.0.0.1:8000/v1") from None
+    if "@" in url or parts.query or parts.fragment:
         raise EndpointError(f"--endpoint takes no user, key or query in its URL: the key belongs into {KEYS[0]}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise EndpointError(f"--endpoint {url!r} is no URL such as http://127.0.0.1:8000/v1")
+        raise EndpointError("--endpoint is no URL such as http://127.0.0.1:8000/v1")
     tls = parts.scheme == "https"
     path = parts.path.rstrip("/").removesuffix("/chat/completions").rstrip("/")
     key = next((found for name in KEYS if (found := environment.get(name, "").strip())), None)
@@ -205,7 +210,9 @@ def only_model(endpoint: Endpoint) -> str:
     listed: Any = found.get("data")
     ones = cast("list[Any]", listed) if isinstance(listed, list) else []
     ids = [cast("dict[str, Any]", one).get("id") for one in ones if isinstance(one, dict)]
-    names = sorted({one for one in ids if isinstance(one, str)})
+    names = sorted({_scrubbed(endpoint, one) for one in ids if isinstance(one, str)})
+    if endpoint.key and any(isinstance(one, str) and endpoint.key in one for one in ids):
+        raise EndpointError(f"{endpoint.name} lists a model whose name holds the key ({', '.join(names[:8])})")
     if len(names) != 1:
         shown = ", ".join(names[:8]) or "none"
         raise EndpointError(f"{endpoint.name} lists {len(names)} models ({shown}): name one with --model")
@@ -240,17 +247,23 @@ class Remote:
         self._endpoint, self._model, self._manner = endpoint, model, manner
         self._concurrency, self._refused, self._first_wait = concurrency, refused, first_wait
         self._successes = 0
+        self._late = threading.Event()
+        """No further turn is asked, and none once more."""
         self._ended = threading.Event()
+        if endpoint.key and endpoint.key in model:
+            raise EndpointError("the model's name holds the key")
 
     def answers(self, conversations: Iterable[Asked], stop: Callable[[], bool]) -> Iterator[Outcome]:
         """Each conversation's outcome, in the order of finishing. Raises EndpointError when the server is gone.
 
-        Stopped, no further conversation is begun; left by an exception, requests under way are left behind.
+        Stopped, no further turn is begun and none asked again: conversations with answers end as they are, and the
+        others have no outcome. Left by an exception, requests under way are left behind.
         """
         waiting = iter(conversations)
         todo: queue.Queue[Asked | None] = queue.Queue()
-        done: queue.Queue[Outcome | _Failed | BaseException] = queue.Queue()
+        done: queue.Queue[Outcome | _Failed | BaseException | None] = queue.Queue()
         self._ended.clear()
+        self._late.clear()
         workers = [
             threading.Thread(target=self._work, args=(todo, done), daemon=True, name=f"request-{number}")
             for number in range(self._concurrency)
@@ -260,7 +273,9 @@ class Remote:
             for worker in workers:
                 worker.start()
             while more or under_way:
-                more = more and not stop()
+                if stop():
+                    more = False
+                    self._late.set()
                 while more and under_way < self._concurrency:
                     asked = next(waiting, None)
                     more = asked is not None
@@ -281,17 +296,22 @@ class Remote:
                         yield found.asked.outcome("refused")
                     else:
                         self._refused(found.asked.number, found.why)
-                else:
+                elif found is not None:
                     yield found
         finally:
             self._ended.set()
+            self._late.set()
             for _ in workers:
                 todo.put(None)
 
-    def _work(self, todo: "queue.Queue[Asked | None]", done: "queue.Queue[Outcome | _Failed | BaseException]") -> None:
+    def _work(
+        self, todo: "queue.Queue[Asked | None]", done: "queue.Queue[Outcome | _Failed | BaseException | None]"
+    ) -> None:
         while (asked := todo.get()) is not None and not self._ended.is_set():
             try:
                 done.put(self._answered(asked))
+            except _Late:
+                done.put(asked.cut())
             except _Refused as error:
                 done.put(_Failed(asked, str(error)))
             except Exception as error:  # for the main thread, which ends the command
@@ -308,26 +328,32 @@ class Remote:
                 return asked.outcome()
 
     def _insisted(self, asked: Asked) -> tuple[str, int, str | None]:
-        """The next answer, asked for again and again. Raises EndpointError, _Refused."""
+        """The next answer, asked for again and again. Raises EndpointError, _Refused, _Late."""
         body = self._body(asked)
         before = self._successes
         for tried in range(1, TRIES + 1):
+            if self._late.is_set():
+                raise _Late
             try:
                 found = judged(exchange(self._endpoint, "/chat/completions", body), self._manner.least)
+                if self._endpoint.key and self._endpoint.key in found[0]:
+                    raise _Refused("an answer that holds the key")
                 self._successes += 1
                 return found
             except _Refused:
                 self._successes += 1  # the server is there
                 raise
             except _Passing as error:
+                if self._late.is_set():
+                    raise _Late from None
                 if tried == TRIES:
                     why = f"no answer in {TRIES} tries, at last: {error}"
                     if self._successes > before or self._answers_anything():
                         raise _Refused(why) from None
                     raise EndpointError(f"{self._endpoint.name}: {why}") from None
                 wait = max(error.after, self._first_wait * 2 ** (tried - 1) * random.uniform(0.75, 1.25))
-                if self._ended.wait(min(wait, LONGEST_WAIT)):
-                    raise EndpointError("ended") from None
+                if self._late.wait(min(wait, LONGEST_WAIT)):
+                    raise _Late from None
         raise AssertionError
 
     def _answers_anything(self) -> bool:

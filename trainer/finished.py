@@ -33,8 +33,8 @@ class Finished:
         self.path, self.settings = path, settings
         self.numbers: set[int] = set()
         """The finished pieces: some 60 bytes each."""
-        self.closed = False
-        """Whether nothing more is to come."""
+        self._partial: dict[int, int] = {}
+        """Where the newest piece is of each conversation that ended with turns unasked."""
         self._order, self._offsets = array("q"), array("q")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -70,9 +70,7 @@ class Finished:
                     break
                 if number == 1:
                     self._compare(cast("object", found.get(HEADER)), settings)
-                elif found.get("closed"):
-                    self.closed = True
-                else:
+                elif not found.get("closed"):  # what older versions ended samples of prompts with
                     self._note(found, end)
                 end += len(line)
         return end
@@ -86,10 +84,16 @@ class Finished:
             )
 
     def _note(self, found: Mapping[str, Any], offset: int) -> None:
-        if found["number"] not in self.numbers:
-            self.numbers.add(found["number"])
-            self._order.append(found["number"])
-            self._offsets.append(offset)
+        number = found["number"]
+        if number in self.numbers:
+            return
+        if found.get("unasked_turns"):
+            self._partial[number] = offset
+            return
+        self._partial.pop(number, None)
+        self.numbers.add(number)
+        self._order.append(number)
+        self._offsets.append(offset)
 
     def add(self, piece: Mapping[str, Any]) -> None:
         """Write a finished piece, which has a "number". Raises OSError; what was written before is whole."""
@@ -97,11 +101,17 @@ class Finished:
         self._size += self._write(piece)
         self._note(piece, offset)
 
-    def finish(self) -> None:
-        """Write that nothing more is to come."""
-        if not self.closed:
-            self._size += self._write({"closed": True})
-            self.closed = True
+    def __len__(self) -> int:
+        """Conversations of which something is kept."""
+        return len(self.numbers) + len(self._partial)
+
+    def partial(self, number: int) -> dict[str, Any] | None:
+        """What there is of a conversation that ended with turns unasked."""
+        if (offset := self._partial.get(number)) is None:
+            return None
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return json.loads(file.readline())
 
     def _write(self, value: Mapping[str, Any]) -> int:
         line = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
@@ -111,10 +121,12 @@ class Finished:
         return len(line)
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        """All pieces, by their numbers."""
+        """All pieces, by their numbers; of conversations with turns unasked, what there is."""
+        order = np.array([*self._order, *self._partial], dtype=np.int64)
+        offsets = np.array([*self._offsets, *self._partial.values()], dtype=np.int64)
         with self.path.open("rb") as file:
-            for place in np.argsort(np.array(self._order, dtype=np.int64), kind="stable"):
-                file.seek(self._offsets[int(place)])
+            for place in np.argsort(order, kind="stable"):
+                file.seek(int(offsets[place]))
                 yield json.loads(file.readline())
 
     def close(self) -> None:

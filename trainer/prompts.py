@@ -6,7 +6,7 @@ Self-prompts are as in Magpie (arXiv 2406.08464), at temperature 1 with top-p 0.
 empty ones, those with special tokens or whose text does not give back their tokens, and near-duplicates.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.answering import text_reader
@@ -60,7 +60,7 @@ def sampled_prompts(found: Finished, seed: int, near: NearDuplicates) -> Iterato
     good = 0
     for piece in found.pieces():
         if piece["prompt"] is not None and near.add(piece["prompt"]):
-            yield Asked(good, f"self-{seed}-{good:06d}", [[{"role": "user", "content": piece["prompt"]}]])
+            yield Asked(piece["number"], f"self-{seed}-{good:06d}", [[{"role": "user", "content": piece["prompt"]}]])
             good += 1
 
 
@@ -70,27 +70,50 @@ class Reader:
     def __init__(
         self,
         source: Source,
-        done: Collection[int],
+        finished: Finished,
         check_stop: Callable[[], None],
         *,
         last_turn_only: bool,
         near: NearDuplicates | None,
     ) -> None:
-        """done: records that are answered. check_stop: asked before each record; it may raise."""
-        self._source, self._done, self._check_stop = source, done, check_stop
+        """finished: answered records are passed over, and half answered ones gone on with.
+
+        check_stop: asked before each record; it may raise.
+        """
+        self._source, self._finished, self._check_stop = source, finished, check_stop
         self._last_turn_only, self._near = last_turn_only, near
         self.records = 0
-        self._ended = False
+        self.given = 0
+        """Conversations that were handed out, less those that turned out to be unanswerable."""
+        self.unread = 0
+        """Records without an answer that `rest` came by."""
+        self._iterator = self._conversations()
+        self._ended = self._late = False
         self.near_duplicates = 0
         self.reasons = Reasons()
         """Why records can't be answered."""
 
     def __iter__(self) -> Iterator[Asked]:
         """In the source's order. Raises DataError: it can't be read, or more than a tenth can't be answered."""
+        return self._iterator
+
+    def rest(self) -> None:
+        """When the time is over: count the records that were not come to. Bad ones are among them."""
+        self._late = True
+        for _ in self._iterator:
+            pass
+
+    def _conversations(self) -> Iterator[Asked]:
         for number, record in self._source.records():
             self._check_stop()
+            known = number in self._finished.numbers
+            partial = None if known else self._finished.partial(number)
+            if self._late:
+                begun = known or partial is not None
+                self.records += begun
+                self.unread += not begun
+                continue
             self.records += 1
-            known = number in self._done
             if known and self._near is None:
                 continue
             try:
@@ -98,17 +121,24 @@ class Reader:
                     raise record
                 asked = asked_from(record, number, self._source.name, last_turn_only=self._last_turn_only)
             except LineError as error:
-                self.refuse(number, str(error))
+                self._refuse(number, str(error))
                 continue
             if self._near is not None and not self._near.add(users_words(asked.turns)):
                 self.near_duplicates += 1
             elif not known:
+                self.given += 1
+                if partial:
+                    asked.go_on(partial)
                 yield asked
         self._ended = True
         self.verdict()
 
     def refuse(self, number: int, reason: str) -> None:
-        """Count a record that can't be answered. Raises DataError when most can't, or a tenth of all."""
+        """Count a record that was handed out and can't be answered. Raises DataError: most can't, or a tenth of all."""
+        self.given -= 1
+        self._refuse(number, reason)
+
+    def _refuse(self, number: int, reason: str) -> None:
         self.reasons.add(number, reason)
         if self._ended:
             self.verdict()

@@ -19,26 +19,24 @@ self-prompts, and 2 KiB for each prompt where near-duplicates are dropped.
 
 import argparse
 import hashlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trainer.answering import Local, Manner
 from trainer.asked import Outcome
 from trainer.endpoint import Remote, endpoint_from, only_model
-from trainer.finished import Finished, FinishedError, differences
+from trainer.finished import Finished
 from trainer.interrupts import Interrupted, interrupts
 from trainer.near_duplicates import NearDuplicates
 from trainer.prepare import fingerprint
 from trainer.prompts import Reader, sample_prompts, sampled_prompts
 from trainer.regenerate_arguments import arguments
+from trainer.regenerate_files import Places, part_of
 from trainer.room import Room
 from trainer.sampling import sampling
 from trainer.sources import Source, open_source
@@ -72,6 +70,8 @@ class Counts:
     """Conversations whose next question would not fit, by the answers so far."""
     refused: int = 0
     """Conversations that a server refused after some turns."""
+    unasked_turns: int = 0
+    """Questions that the time did not suffice for, in conversations with some answers."""
     rows: int = 0
 
     def add(self, piece: Mapping[str, Any]) -> None:
@@ -79,33 +79,17 @@ class Counts:
         self.answered += piece["answers"]
         self.answer_tokens += piece["tokens"]
         self.rows += "messages" in piece
+        self.unasked_turns += piece.get("unasked_turns", 0)
         if dropped := piece.get("dropped"):
             setattr(self, dropped, getattr(self, dropped) + 1)
 
 
-class Sorter:
-    """Sends each row where it belongs: the first rows held out, then a copy of the first short ones, all to `out`."""
+class NoRows(ValueError):
+    """Nothing to learn from came of it. complete: nor would more time make a difference."""
 
-    def __init__(
-        self, out: TextIO, heldout: tuple[int, TextIO] | None, excerpt: tuple[int, TextIO] | None, largest: int
-    ) -> None:
-        self._out, self._largest = out, largest
-        self._heldout, self._excerpt = heldout, excerpt
-        self._held = self._copied = 0
-        self.written = 0
-        """Rows in `out`."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        line = json.dumps(row, ensure_ascii=False) + "\n"
-        if self._heldout and self._held < self._heldout[0]:
-            self._held += 1
-            self._heldout[1].write(line)
-            return
-        self._out.write(line)
-        self.written += 1
-        if self._excerpt and self._copied < self._excerpt[0] and len(line.encode()) <= self._largest:
-            self._copied += 1
-            self._excerpt[1].write(line)
+    def __init__(self, told: str, *, complete: bool) -> None:
+        super().__init__(told)
+        self.complete = complete
 
 
 class Work:
@@ -121,7 +105,11 @@ class Work:
             least=options.min_new_tokens,
             seed=options.seed,
         )
+        self.places = Places(options.out, options.heldout, options.excerpt, options.excerpt_bytes)
         self.counts = Counts()
+        self.asked = self.unasked = 0
+        """Conversations that were wanted, and those of them that the time did not suffice for."""
+        self._settings: dict[str, Any] = {}
         self.seconds = {"prompts": 0.0, "answers": 0.0}
         self.source: Source | None = None
         self.device = ""
@@ -147,6 +135,10 @@ class Work:
         else:
             found |= {"data": self.source.name, "data_digest": self.source.digest()}
         return found | more
+
+    @property
+    def _timed(self) -> bool:
+        return self.options.time_limit is not None
 
     def start_clock(self) -> None:
         self._begin = time.perf_counter()
@@ -174,22 +166,19 @@ class Work:
             room = Room(target, options.batch, sampled=self.manner.temperature > 0 or self.source is None, say=tell)
             self.start_clock()
             if self.source is None:
-                self._answer_own(target, Local(target, self.manner, choose, room), room, finished)
+                self._answer_own(target, Local(target, self.manner, choose, room, timed=self._timed), room, finished)
             else:
                 reader = self._reader(finished)
-                local = Local(target, self.manner, choose, room, refused=reader.refuse)
+                local = Local(target, self.manner, choose, room, refused=reader.refuse, timed=self._timed)
                 self._answer_data(reader, local.answers(reader, lambda: self.late(1)), finished)
 
     def _answer_own(self, target: TargetModel, local: Local, room: Room, finished: Finished) -> None:
         options, path = self.options, part_of(self.options.out, "prompts.part")
         sampled = Finished(path, finished.settings, tell)
         try:
-            if not sampled.closed:
-                sample_prompts(
-                    target, options.self_prompts, sampled, room, seed=options.seed, stop=lambda: self.late(1 / 3)
-                )
-                if sampled.numbers:
-                    sampled.finish()
+            sample_prompts(
+                target, options.self_prompts, sampled, room, seed=options.seed, stop=lambda: self.late(1 / 3)
+            )
             near = NearDuplicates(options.drop_near_duplicates)
             prompts = list(sampled_prompts(sampled, options.seed, near))
             good = sum(piece["prompt"] is not None for piece in sampled.pieces())
@@ -210,8 +199,11 @@ class Work:
         )
         left = (asked for asked in prompts if asked.number not in finished.numbers)
         self._write(local.answers(left, lambda: self.late(1)), finished)
-        self._finish(finished)
-        path.unlink(missing_ok=True)
+        missing = sum(asked.number not in finished.numbers for asked in prompts)
+        self.asked, self.unasked = options.self_prompts, missing + options.self_prompts - self.counts.sampled
+        self._finish(finished, {asked.number: asked.id for asked in prompts})
+        if not self.unasked:
+            path.unlink(missing_ok=True)
 
     # --- by a server ---
 
@@ -235,23 +227,28 @@ class Work:
         share = self.options.drop_near_duplicates
         return Reader(
             self.source,
-            finished.numbers,
+            finished,
             self.check_stop,
             last_turn_only=self.options.last_turn_only,
             near=None if share is None else NearDuplicates(share),
         )
 
     def _answer_data(self, reader: Reader, outcomes: Iterator[Outcome], finished: Finished) -> None:
-        self._write(outcomes, finished)
+        pieces = self._write(outcomes, finished)
         reader.verdict()
+        if self._timed:
+            reader.rest()
         self.counts.near_duplicates = reader.near_duplicates
         self.counts.unanswerable = reader.reasons.count
         self.counts.prompts = reader.records - reader.near_duplicates - reader.reasons.count
+        self.unasked = reader.given - pieces + reader.unread
+        self.asked = self.counts.prompts + reader.unread
         for one in reader.reasons.all():
             tell(f"{one.count:,} not answered: {one.reason} (record {', '.join(map(str, one.lines))})")
         self._finish(finished)
 
-    def _write(self, outcomes: Iterator[Outcome], finished: Finished) -> None:
+    def _write(self, outcomes: Iterator[Outcome], finished: Finished) -> int:
+        """Returns how many there were."""
         begin = said = self.elapsed()
         pieces = tokens = 0
         for outcome in outcomes:
@@ -263,6 +260,7 @@ class Work:
                 tell(f"{len(finished.numbers):,} conversations, {tokens / (said - begin):,.0f} answer tokens/s")
         self.seconds["answers"] = seconds = self.elapsed() - begin
         print(f"{tokens} answer tokens of {pieces} conversations in {seconds:.1f} s ({tokens / seconds:.0f} tokens/s)")
+        return pieces
 
     @contextmanager
     def _files(self, **generator: str) -> Generator[Finished | None]:
@@ -270,56 +268,61 @@ class Work:
         out = self.options.out
         settings = self.settings(**generator)
         path = part_of(out, "part")
-        if is_whole(out, settings | self._places(), path):
+        self._settings = settings
+        if self.places.are_whole(settings | self.places.settings(), path):
             print(f"{out} is whole already: nothing to do")
             yield None
             return
-        finished = Finished(path, settings, tell)
-        before = len(finished.numbers)
+        # Numbers of self-prompts were once those of the good ones, which change with later samples.
+        numbered = {} if self.source is not None else {"numbers": "samples"}
+        finished = Finished(path, settings | numbered, tell)
+        before = len(finished)
         if before:
             tell(f"going on behind {before:,} conversations in {path}")
         try:
             yield finished
-        except BaseException:
+        except BaseException as error:
             finished.close()
-            if finished.numbers:
-                tell(f"{len(finished.numbers):,} conversations are in {path}; the same command goes on")
+            if len(finished) and isinstance(error, NoRows) and error.complete:
+                tell(f"all {len(finished):,} conversations are in {path}, and the same command would end as this one")
+            elif len(finished):
+                tell(f"{len(finished):,} conversations are in {path}; the same command goes on")
             elif path.exists():
                 path.unlink()
             raise
         finished.close()
 
-    def _places(self) -> dict[str, Any]:
-        """Where rows go: what makes other files, not other answers."""
-        options = self.options
-        return {
-            name: None if given is None else [given[0], str(given[1])]
-            for name, given in (("heldout", options.heldout), ("excerpt", options.excerpt))
-        } | {"excerpt_bytes": options.excerpt_bytes}
+    def _finish(self, finished: Finished, ids: Mapping[int, str] | None = None) -> None:
+        """Write the rows where they belong, and how they came to be. Raises NoRows.
 
-    def _finish(self, finished: Finished) -> None:
-        """Write the rows where they belong, and last how they came to be. Raises ValueError when there are none."""
+        ids: of the prompts that are rows, where samples of prompts that came later may have made them other ones.
+        """
         options = self.options
-        with ExitStack() as files:
-            out = files.enter_context(in_place_of(options.out))
-            heldout, excerpt = (
-                (share[0], files.enter_context(in_place_of(share[1]))) if share else None
-                for share in (options.heldout, options.excerpt)
-            )
-            sorter = Sorter(out, heldout, excerpt, options.excerpt_bytes)
+        with self.places.written() as (sorter, origin):
             for piece in finished.pieces():
+                if ids is not None and piece["number"] not in ids:
+                    continue
                 self.counts.add(piece)
                 if "messages" in piece:
-                    sorter.write({"id": piece["id"], "messages": piece["messages"]})
+                    sorter.write({"id": ids[piece["number"]] if ids else piece["id"], "messages": piece["messages"]})
+            complete = not self.unasked and not self.counts.unasked_turns
             if not sorter.written:
-                came = ", ".join(f"{name} {count}" for name, count in asdict(self.counts).items())
-                raise ValueError(f"no row for {options.out}: {came}")
-            with in_place_of(options.out.with_suffix(".origin.json")) as file:
-                file.write(json.dumps(self._origin(finished.settings), indent=2) + "\n")
-        finished.remove()
+                came = ", ".join(f"{name} {count}" for name, count in asdict(self.counts).items() if count)
+                late = f"the time was over with {self.unasked:,} not asked" if self.unasked else ""
+                told = "; ".join(filter(None, (late, came))) or "nothing was asked"
+                raise NoRows(f"no row for {options.out}: {told}", complete=complete)
+            origin |= self._origin(complete=complete)
         print(f"{self.counts.rows} rows of {self.counts.answered} answers, {self.counts.answer_tokens} answer tokens")
+        if complete:
+            finished.remove()
+            return
+        turns = f", and {self.counts.unasked_turns:,} turns of others" * bool(self.counts.unasked_turns)
+        print(
+            f"the time was over: {self.unasked:,} of {self.asked:,} conversations were not begun{turns}; what is there "
+            f"is in {finished.path}: the same command goes on, with another --time-limit or none"
+        )
 
-    def _origin(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _origin(self, *, complete: bool) -> dict[str, Any]:
         return {
             "schema_version": 1,
             "command": ["python", "-m", "trainer", "regenerate", *self.words],
@@ -327,9 +330,11 @@ class Work:
             "python": sys.version.split()[0],
             "torch": metadata.version("torch"),
             "device": self.device,
+            "complete": complete,
+            "unasked": self.unasked,
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
             "counts": asdict(self.counts),
-            "settings": {**settings, **self._places()},
+            "settings": {**self._settings, **self.places.settings()},
         }
 
 
@@ -342,40 +347,6 @@ def mark(target: TargetModel) -> str:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().flatten()[:32].to(torch.float32).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def part_of(out: Path, ending: str) -> Path:
-    return out.with_name(f"{out.name}.{ending}")
-
-
-def is_whole(out: Path, settings: Mapping[str, Any], part: Path) -> bool:
-    """Whether the file was made with these settings, to its end. Raises FinishedError: it is another's."""
-    if not out.exists():
-        return False
-    try:
-        origin = json.loads(out.with_suffix(".origin.json").read_text())
-        found: Any = origin["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise FinishedError(
-            f"{out} is there already, and not this command's: name another --out, or remove it"
-        ) from None
-    if told := differences(found, json.loads(json.dumps(settings))):
-        raise FinishedError(f"{out} was made with other settings: {told}. Name another --out, or remove it")
-    return not part.exists()
-
-
-@contextmanager
-def in_place_of(path: Path) -> Generator[TextIO]:
-    """A file that takes the place of `path` when the block ends well; after an error `path` is as it was."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def tell(line: str) -> None:

@@ -1,10 +1,9 @@
 """The command line of `python -m trainer regenerate`."""
 
 import argparse
-import math
 from pathlib import Path
 
-from trainer.arguments import at_least_one, at_least_zero
+from trainer.arguments import at_least_one, at_least_zero, seconds, seconds_above_zero, share, temperature
 
 DESCRIPTION = "Conversations whose answers the target makes itself, to train its drafter on."
 NEAR = 0.8
@@ -46,11 +45,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
         "--concurrency", type=at_least_one, default=64, metavar="N", help="requests at a time (%(default)s)"
     )
     by.add_argument(
-        "--request-timeout", type=positive, default=600.0, metavar="S", help="for an answer (%(default)g s)"
+        "--request-timeout", type=seconds_above_zero, default=600.0, metavar="S", help="for an answer (%(default)g s)"
     )
 
     how = parser.add_argument_group("how")
-    how.add_argument("--temperature", type=not_negative, default=0.0, help="0 is greedy (%(default)g)")
+    how.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (%(default)g)")
     how.add_argument(
         "--top-p", type=share, default=1.0, help="of the likeliest tokens, those that reach it (%(default)g)"
     )
@@ -63,11 +62,19 @@ def arguments(words: list[str]) -> argparse.Namespace:
         "--min-new-tokens", type=at_least_zero, default=8, help="shorter answers are dropped (%(default)s)"
     )
     how.add_argument(
-        "--time-limit", type=float, metavar="S", help="begin no self-prompt after S/3 seconds, no answer after S"
-    )
+        "--time-limit", type=seconds, metavar="S",
+        help="begin no self-prompt after S/3 seconds and no answer after S; what was begun is waited for (of a server "
+        "for --request-timeout at most). FILE then has the conversations so far, in the data's order but for the last "
+        "few, and the same command, with more time or no limit, goes on to the same FILE as without the break",
+    )  # fmt: skip
 
     rows = parser.add_argument_group("what becomes of the rows")
-    rows.add_argument("--heldout", nargs=2, metavar=("K", "FILE"), help="the first K rows go there instead")
+    rows.add_argument(
+        "--heldout",
+        nargs=2,
+        metavar=("K", "FILE"),
+        help="the first K rows go there instead, not a draw: of data that is sorted they are one-sided",
+    )
     rows.add_argument("--excerpt", nargs=2, metavar=("K", "FILE"), help="K short rows of --out are copied there")
     rows.add_argument("--excerpt-bytes", type=at_least_one, default=1500, help="the longest of them (%(default)s)")
     options = parser.parse_args(words)
@@ -97,32 +104,3 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def at_least_one_or_auto(word: str) -> int | None:
     return None if word == "auto" else at_least_one(word)
-
-
-def share(word: str) -> float:
-    """A number over 0 and up to 1."""
-    if not 0 < (found := _number(word)) <= 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number over 0, up to 1")
-    return found
-
-
-def positive(word: str) -> float:
-    if (found := _number(word)) <= 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number over 0")
-    return found
-
-
-def not_negative(word: str) -> float:
-    if (found := _number(word)) < 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number from 0 on")
-    return found
-
-
-def _number(word: str) -> float:
-    try:
-        found = float(word)
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"{word!r} is no number")
-    return found

@@ -45,7 +45,7 @@ class Room:
         """What a slot takes: keys and values, and a row of logits with what a draw makes of it."""
         target, width = self._target, self._target.head_weight.element_size()
         keys = 2 * target.num_layers * sizes.num_kv_heads(target.config) * target.head_dim * length * width
-        return keys + int(target.config.vocab_size) * (width + (40 if self._sampled else width))
+        return keys + int(target.config.vocab_size) * (width + (56 if self._sampled else width))
 
     def halve(self, slots: int) -> None:
         """After `slots` were too many. Raises TargetError when it was a single one."""

@@ -18,8 +18,10 @@ from torch import Tensor
 Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Next tokens [B] from logits [B, V], the sequences' keys [B] and the positions [B] that the tokens will have."""
 
-BITS = 23
-"""Of a uniform number: a float32 holds each of them, and its product with a sum stays below the sum."""
+BITS = 52
+"""Of a uniform number: a float64 holds each of them, and its product with a sum stays below the sum."""
+COLDEST = 1e-30
+"""Of the temperatures: below it float32 knows only the best token, too, but may divide zero by zero."""
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )  # splitmix64's, as signed numbers
@@ -40,7 +42,9 @@ def sampling(temperature: float, top_p: float = 1.0, top_k: int | None = None) -
         return greedy
 
     def choose(logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor) -> Tensor:
-        logits, ids = logits_BV.float() / temperature, None
+        logits, ids = logits_BV.float(), None
+        # The best one becomes 0 first: no temperature then makes an infinity less another of it.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(max(temperature, COLDEST))
         if top_k is not None and top_k < logits.shape[-1]:
             logits, ids = logits.topk(top_k)
         elif top_p < 1:
@@ -52,8 +56,11 @@ def sampling(temperature: float, top_p: float = 1.0, top_k: int | None = None) -
 
 
 def drawn(chances_BV: Tensor, uniform_B: Tensor, top_p: float) -> Tensor:
-    """Places drawn by chance; with top_p < 1, where they are sorted, among the first whose sum reaches it."""
-    sums = chances_BV.cumsum(dim=-1)
+    """Places drawn by chance; with top_p < 1, where they are sorted, among the first whose sum reaches it.
+
+    Summed in float64: in float32 the sums of a large vocabulary stand still at its unlikely tokens, a third of all.
+    """
+    sums = chances_BV.cumsum(dim=-1, dtype=torch.float64)
     last = sums.new_full((len(sums), 1), sums.shape[-1] - 1, dtype=torch.long)
     if top_p < 1:
         last = torch.minimum(last, torch.searchsorted(sums, sums.new_full((len(sums), 1), top_p)))
@@ -72,7 +79,7 @@ def uniform(keys_B: Tensor, counters_B: Tensor) -> Tensor:
     mixed = (mixed ^ _shifted(mixed, 30)) * FIRST
     mixed = (mixed ^ _shifted(mixed, 27)) * SECOND
     mixed = mixed ^ _shifted(mixed, 31)
-    return _shifted(mixed, 64 - BITS).float() * 2.0**-BITS
+    return _shifted(mixed, 64 - BITS).double() * 2.0**-BITS
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

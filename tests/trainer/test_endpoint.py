@@ -16,7 +16,7 @@ from trainer.__main__ import main as command
 from trainer.answering import Manner
 from trainer.asked import Asked
 from trainer.endpoint import Endpoint, EndpointError, Remote, endpoint_from, exchange, judged, only_model, seed_of
-from trainer.regenerate import main
+from trainer.regenerate import Work, main
 
 SECRET = "sk-very-secret-4711"
 Answer = Callable[["Handler", dict[str, Any]], None]
@@ -148,7 +148,7 @@ def run(server: Server, folder: Path, *more: str) -> list[dict[str, Any]]:
 
 
 def counts(folder: Path) -> dict[str, int]:
-    return json.loads((folder / "out.origin.json").read_text())["counts"]
+    return json.loads((folder / "out.jsonl.origin.json").read_text())["counts"]
 
 
 # --- all goes well ---
@@ -198,13 +198,94 @@ def test_the_key_is_in_the_header_and_nowhere_else(
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {SECRET}"}
     server.always = lambda h, _: h.say({"error": {"message": f"Incorrect key {SECRET} provided"}}, 401)
     (tmp_path / "out.jsonl").unlink()
-    (tmp_path / "out.origin.json").unlink()
+    (tmp_path / "out.jsonl.origin.json").unlink()
     assert command(["regenerate", *words(server, tmp_path)]) == 1
     said = capsys.readouterr()
     assert "status 401: Incorrect key *** provided" in said.err
     run_again = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(SECRET in text for text in (said.out, said.err, *run_again))
     assert SECRET not in repr(endpoint_from(server.url, 9.0))
+
+
+@pytest.mark.parametrize("echoed", [SECRET, f"before {SECRET} behind"])
+def test_an_answer_that_holds_the_key_is_not_kept(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], echoed: str
+) -> None:
+    monkeypatch.setenv("DFLASH_ENDPOINT_KEY", SECRET)
+    server.always = only(3, lambda h, body: h.say(good(body, message={"content": echoed})))
+    assert len(run(server, tmp_path)) == 19
+    said = capsys.readouterr()
+    assert "1 not answered: an answer that holds the key" in said.err
+    assert not any(SECRET in text for text in (*said, *(path.read_text() for path in tmp_path.iterdir())))
+
+
+def test_a_model_s_name_that_holds_the_key_is_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_ENDPOINT_KEY", SECRET)
+    for server.models in ([f"model-{SECRET}"], [f"model-{SECRET}", "other"]):
+        assert command(["regenerate", *words(server, tmp_path)]) == 1
+        said = capsys.readouterr()
+        assert "holds the key (model-***" in said.err and SECRET not in said.err + said.out
+    with pytest.raises(EndpointError, match=r"the model's name holds the key$"):
+        run(server, tmp_path, "--model", SECRET)
+    assert not list(tmp_path.glob("out*"))
+
+
+# --- the time is over ---
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The time is over once this is set, where there is a limit."""
+    event, elapsed = threading.Event(), Work.elapsed
+    monkeypatch.setattr(Work, "elapsed", lambda self: elapsed(self) + 10**6 * event.is_set())
+    return event
+
+
+def test_when_the_time_is_over_no_next_turn_is_asked(server: Server, tmp_path: Path, late: threading.Event) -> None:
+    write_data(tmp_path, 12, turns=4)
+    limit = ["--time-limit", "10000", "--concurrency", "2"]
+
+    def slow(handler: Handler, body: dict[str, Any]) -> None:
+        if len(server.chats) > 10:
+            late.set()
+            threading.Event().wait(0.5)  # more than the main thread needs to see it
+        handler.say(good(body))
+
+    server.always = slow
+    rows = run(server, tmp_path, *limit)
+    assert len(server.chats) <= 12
+    origin = json.loads((tmp_path / "out.jsonl.origin.json").read_text())
+    assert origin["complete"] is False and origin["unasked"] == 12 - len(rows) and len(rows) in (3, 4)
+    assert origin["counts"]["unasked_turns"] > 0 and origin["counts"]["answered"] == len(server.chats)
+    server.always = None
+    late.clear()
+    rows = run(server, tmp_path, *limit)
+    assert len(server.chats) == 48 and [len(row["messages"]) for row in rows] == [8] * 12  # none was asked twice
+    assert not (tmp_path / "out.jsonl.part").exists() and counts(tmp_path)["answered"] == 48
+
+
+@pytest.mark.parametrize("passing", ["hangs", "503"])
+def test_when_the_time_is_over_no_further_try_is_made(
+    server: Server, tmp_path: Path, late: threading.Event, passing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault(handler: Handler, body: dict[str, Any]) -> None:
+        if body["messages"][0]["content"] in ("q0.0", "q1.0"):
+            handler.say(good(body))
+            return
+        late.set()
+        if passing == "503":
+            handler.say({"error": "busy"}, 503, Retry_After="30")
+        else:
+            threading.Event().wait(2)
+
+    server.always = fault
+    rows = run(server, tmp_path, "--time-limit", "10000", "--concurrency", "4", "--request-timeout", "0.7")
+    assert len(rows) == 2 and counts(tmp_path)["unanswerable"] == 0
+    tries = [body["messages"][0]["content"] for body in server.chats]
+    assert len(tries) == len(set(tries)) <= 6
+    assert f"{20 - 2} of 20 conversations were not begun" in capsys.readouterr().out
 
 
 # --- URLs and keys ---
@@ -233,6 +314,10 @@ def test_a_url_names_the_server(url: str, host: str, port: int, path: str, tls: 
         ("http://box:99999", "is no URL"),
         (f"http://{SECRET}@box/v1", "takes no user, key or query"),
         (f"http://box/v1?key={SECRET}", "takes no user, key or query"),
+        (f"http://user:{SECRET}/RET@host", "is no URL such as"),
+        (f"http://{SECRET}/RET@host", "takes no user, key or query"),
+        (f"user:{SECRET}", "is no URL such as"),
+        (f"http://[{SECRET}]/v1", "is no URL such as"),
     ],
 )
 def test_a_wrong_url_is_told_without_its_secrets(url: str, said: str) -> None:

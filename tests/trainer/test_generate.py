@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -178,7 +179,7 @@ def test_draws_are_as_frequent_as_the_probabilities_say(
 )
 def test_the_cut_of_top_p_is_exact(top_p: float, kept: int) -> None:
     chances = torch.tensor([0.5, 0.25, 0.125, 0.125]).expand(4096, 4)
-    tokens = drawn(chances, (torch.arange(4096) + 0.5) / 4096, top_p)
+    tokens = drawn(chances, (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096, top_p)
     assert tokens.unique().tolist() == list(range(kept))
     shares = tokens.bincount() / 4096
     torch.testing.assert_close(shares, chances[0, :kept] / chances[0, :kept].sum(), rtol=0, atol=2 / 4096)
@@ -193,10 +194,32 @@ def test_of_equals_at_the_cut_the_first_stays() -> None:
 def test_what_can_not_be_is_never_drawn() -> None:
     chances = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     for number, expected in ((0.0, 1), (0.49999, 1), (0.5, 3), (1 - 2.0**-BITS, 3)):
-        assert drawn(chances, torch.tensor([number]), 1.0).item() == expected
+        assert drawn(chances, torch.tensor([number], dtype=torch.float64), 1.0).item() == expected
     # A sum that rounding left below 1, and one above.
     for total in (0.9999999, 1.0000001):
-        assert drawn(torch.tensor([[total, 0.0]]), torch.tensor([1 - 2.0**-BITS]), 1.0).item() == 0
+        largest = torch.tensor([1 - 2.0**-BITS], dtype=torch.float64)
+        assert drawn(torch.tensor([[total, 0.0]]), largest, 1.0).item() == 0
+
+
+def test_every_token_of_a_large_vocabulary_can_be_drawn() -> None:
+    logits = 3 * torch.randn(151_936, generator=torch.Generator().manual_seed(0))
+    chances = logits.softmax(-1)
+    sums = np.cumsum(chances.numpy().astype(np.float64))
+    order = chances.argsort()
+    tokens = torch.cat((order[:20], order[1000:151_000:15_000], torch.tensor([151_935])))
+    assert chances.min() > 0
+    before = np.where(tokens.numpy() > 0, sums[tokens.numpy() - 1], 0)
+    middles = (before + sums[tokens.numpy()]) / 2 / sums[-1]
+    grid = np.floor(middles * 2.0**BITS) / 2.0**BITS  # what `uniform` can give
+    assert torch.equal(drawn(chances.expand(len(tokens), -1), torch.from_numpy(grid), 1.0), tokens)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-39, 1e-20])
+def test_the_coldest_draws_take_the_best(temperature: float) -> None:
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(0)) * 30
+    keys, positions = torch.arange(20), torch.arange(20)
+    for choose in (sampling(temperature), sampling(temperature, 0.9), sampling(temperature, 0.9, 7)):
+        assert torch.equal(choose(logits, keys, positions), logits.argmax(-1))
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 10**6))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.near_duplicates import KEPT, NearDuplicates, jaccard, shingles
+from trainer.near_duplicates import KEPT, WALK, NearDuplicates, jaccard, shingles
 
 WORDS = [f"word{number}" for number in range(5000)]
 
@@ -104,6 +104,16 @@ def test_texts_that_differ_in_two_words_do_not_hide_each_other() -> None:
     near = NearDuplicates(0.95)
     assert all(near.add(" ".join(text)) for text in texts)
     assert not any(near.add(" ".join(["other", *text[1:]])) for text in texts)
+
+
+def test_the_same_text_is_found_however_many_are_like_it() -> None:
+    """Texts of one template, more than are looked at in a band: each is then hid from MinHash by the newer ones."""
+    draw = random.Random(5)
+    stem = draw.choices(WORDS, k=80)
+    texts = [" ".join([word, *stem]) for word in draw.sample(WORDS, 3 * WALK)]
+    near = NearDuplicates(0.98)
+    assert all(near.add(text) for text in texts)
+    assert not any(near.add(text) for text in texts)
 
 
 def test_memory_grows_with_what_is_kept() -> None:

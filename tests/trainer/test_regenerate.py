@@ -25,7 +25,7 @@ from trainer.finished import Finished
 from trainer.prepare import prepared_data
 from trainer.prepared import DataError
 from trainer.prompts import sample_prompts, user_header
-from trainer.regenerate import main
+from trainer.regenerate import Work, main
 from trainer.room import Room
 from trainer.sampling import greedy
 from trainer.speculate import decode_plain
@@ -230,7 +230,7 @@ def test_what_can_not_be_answered_is_counted_with_its_reason(
     bad = [{"text": "no"}, {"prompt": "x" * 2000}, {"messages": [USER, SAID, TOOL, SAID]}]
     data = write_rows(tmp_path / "data.jsonl", [*bad, *questions(40)])
     rows = run(saved, tmp_path / "out.jsonl", prompts=("--data", str(data)))
-    counts = json.loads((tmp_path / "out.origin.json").read_text())["counts"]
+    counts = json.loads((tmp_path / "out.jsonl.origin.json").read_text())["counts"]
     assert counts["unanswerable"] == 3 and counts["prompts"] == 40 == counts["answered"] and counts["rows"] == len(rows)
     said = capsys.readouterr().err
     assert "tokens, with 20 new ones more than the 1024 that the target has (record 2)" in said
@@ -248,7 +248,7 @@ def test_near_duplicates_are_dropped_where_it_is_wanted(saved: Path, tmp_path: P
     twice = run(saved, tmp_path / "twice.jsonl", prompts=source)
     once = run(saved, tmp_path / "once.jsonl", "--drop-near-duplicates", "1", prompts=source)
     assert once == twice[::2] and [row["messages"] for row in twice[1::2]] == [row["messages"] for row in once]
-    assert json.loads((tmp_path / "once.origin.json").read_text())["counts"]["near_duplicates"] == 20
+    assert json.loads((tmp_path / "once.jsonl.origin.json").read_text())["counts"]["near_duplicates"] == 20
 
 
 # --- the command ---
@@ -281,7 +281,7 @@ def test_held_out_rows_are_not_learned_from_and_excerpts_are(saved: Path, tmp_pa
     assert rows_of(held) + rest == everything
     assert rows_of(held) == everything[:3]
     assert rows_of(excerpt) == [row for row in rest if len(json.dumps(row)) < 150][:2]
-    origin = json.loads((tmp_path / "out.origin.json").read_text())
+    origin = json.loads((tmp_path / "out.jsonl.origin.json").read_text())
     assert origin["seed"] == 0 and "--heldout" in origin["command"]
     assert origin["counts"]["rows"] == len(everything)
 
@@ -292,7 +292,7 @@ def test_nothing_made_is_an_error_and_leaves_nothing(
     out = tmp_path / "out.jsonl"
     words = ["regenerate", "--target", str(saved), "--self-prompts", "9", "--out", str(out)]
     assert command([*words, "--time-limit", "0"]) == 1  # when the time is up nothing is begun
-    assert f"no row for {out}: sampled 0, " in capsys.readouterr().err
+    assert capsys.readouterr().err == f"NoRows: no row for {out}: the time was over with 9 not asked\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -309,6 +309,10 @@ def test_nothing_made_is_an_error_and_leaves_nothing(
         ["--top-p", "0.9"],
         ["--temperature", "1", "--top-p", "1.5"],
         ["--temperature", "nan"],
+        ["--time-limit", "nan"],
+        ["--time-limit", "-1"],
+        ["--time-limit", "inf"],
+        ["--request-timeout", "0"],
         ["--model", "x"],
     ],
 )
@@ -357,7 +361,7 @@ def test_a_finished_file_is_not_made_again_nor_another_s_replaced(
     write_rows(data, questions(11))
     with pytest.raises(ValueError, match="data_digest was "):
         run(saved, out, prompts=source)
-    (tmp_path / "out.origin.json").unlink()
+    (tmp_path / "out.jsonl.origin.json").unlink()
     with pytest.raises(ValueError, match="is there already, and not this command's"):
         run(saved, out, prompts=source)
     assert rows_of(out) == before[0]
@@ -498,7 +502,7 @@ FORKING = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from trainer.regenerate import main
+from trainer.regenerate import Work, main
 from trainer.target import load_target
 
 words, part, kinds = json.loads(sys.argv[1])
@@ -570,6 +574,193 @@ def test_however_it_ends_nothing_is_lost_and_nothing_changes(
     if source == "data":
         for name in ("Ctrl-C", "SIGTERM"):
             assert f"the same command goes on\nregenerate: stopped by {name}\n" in said
+
+
+# --- the time is over ---
+
+
+@pytest.fixture
+def late_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """The time is over, where there is a limit, when so many answers were read, or so many samples of prompts."""
+    ends = [0]
+
+    def set_to(count: int) -> None:
+        ends[0] = count
+
+    judged, add, elapsed = Local._judged, Finished.add, Work.elapsed
+
+    def counting(self: Local, asked: Asked, one: Any) -> Any:
+        ends[0] -= 1
+        return judged(self, asked, one)
+
+    def adding(self: Finished, piece: Any) -> None:
+        ends[0] -= "prompt" in piece
+        add(self, piece)
+
+    monkeypatch.setattr(Local, "_judged", counting)
+    monkeypatch.setattr(Finished, "add", adding)
+    monkeypatch.setattr(Work, "elapsed", lambda self: elapsed(self) + 10**6 * (ends[0] <= 0))
+    return set_to
+
+
+def origin_of(out: Path) -> dict[str, Any]:
+    return json.loads(out.with_name(f"{out.name}.origin.json").read_text())
+
+
+def dialogues(count: int) -> list[dict[str, Any]]:
+    draw = random.Random(3)
+    return [
+        {"messages": [m for _ in range(3) for m in (*plain("".join(draw.choices("abcdefgh ", k=n % 9 + 9))), SAID)]}
+        for n in range(count)
+    ]
+
+
+LIMIT = ["--time-limit", "10000", "--batch", "2"]
+
+
+def test_when_the_time_is_over_what_is_there_is_kept_and_gone_on_with(
+    saved: Path, tmp_path: Path, late_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", dialogues(50))))
+    late_after(10**6)
+    whole = run(saved, tmp_path / "whole.jsonl", "--temperature", "1", prompts=prompts)
+    whole_counts = origin_of(tmp_path / "whole.jsonl")["counts"]
+    by_id = {row["id"]: row["messages"] for row in whole}
+    out, unasked, cut = tmp_path / "out.jsonl", 50, 0
+    for answers in (16, 8, 9):
+        late_after(answers)
+        rows = run(saved, out, "--temperature", "1", *LIMIT, prompts=prompts)
+        origin = origin_of(out)
+        assert origin["complete"] is False and 0 < origin["unasked"] < unasked and part(out).exists()
+        unasked, counts = origin["unasked"], origin["counts"]
+        cut += counts["unasked_turns"]
+        assert all(row["messages"] == by_id[row["id"]][: len(row["messages"])] for row in rows)
+        assert counts["rows"] == len(rows)
+        pieces = {line["number"] for line in rows_of(part(out))[1:]}
+        assert len(pieces) == 50 - unasked and max(pieces) <= len(pieces) + 16  # not those with the longest prompts
+        said = capsys.readouterr().out
+        assert f"the time was over: {unasked} of 50 conversations were not begun" in said and "goes on" in said
+    assert cut > 0
+    late_after(0)
+    assert run(saved, out, "--temperature", "1", prompts=prompts) == whole and not part(out).exists()
+    assert origin_of(out)["complete"] is True and origin_of(out)["counts"] == whole_counts
+    run(saved, out, "--temperature", "1", *LIMIT, prompts=prompts)
+    assert "is whole already" in capsys.readouterr().out
+
+
+def test_self_prompts_are_gone_on_with_when_the_time_was_over(
+    saved: Path, tmp_path: Path, late_after: Callable[[int], None]
+) -> None:
+    late_after(10**6)
+    more = ("--temperature", "1", "--drop-near-duplicates", "0.2")
+    whole = run(saved, tmp_path / "whole.jsonl", *more)
+    out = tmp_path / "out.jsonl"
+    for pieces in (61, 10):  # the first time in the middle of answering, for a third of the time is not over before
+        late_after(pieces + 4)
+        rows = run(saved, out, *more, *LIMIT)
+        assert rows and origin_of(out)["complete"] is False and origin_of(out)["unasked"] > 0
+    assert run(saved, out, *more) == whole and origin_of(out)["complete"] is True
+    assert origin_of(out)["counts"] == origin_of(tmp_path / "whole.jsonl")["counts"]
+    assert not list(tmp_path.glob("*part*"))
+
+
+def test_samples_of_prompts_cut_by_the_time_are_gone_on_with(
+    saved: Path, tmp_path: Path, late_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    late_after(20)
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match=r"no row for .*the time was over with"):
+        run(saved, out, *LIMIT)
+    assert 20 <= len(rows_of(out.with_name("out.jsonl.prompts.part"))) - 1 < 60
+    late_after(10**6)
+    assert run(saved, out, *LIMIT) == run(saved, tmp_path / "whole.jsonl")
+
+
+def test_no_row_of_all_tells_what_became_of_them_and_promises_nothing(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", questions(4))))
+    with pytest.raises(ValueError, match=r"no row for \S+: prompts 4, answered 4, answer_tokens \d+, unfinished 4$"):
+        run(saved, tmp_path / "out.jsonl", "--max-new-tokens", "1", "--min-new-tokens", "1", prompts=prompts)
+    said = capsys.readouterr().err
+    assert "the same command would end as this one" in said and "goes on" not in said
+
+
+# --- files of others ---
+
+
+@pytest.mark.parametrize("which", ["heldout", "excerpt"])
+def test_no_file_of_another_s_is_replaced(saved: Path, tmp_path: Path, which: str) -> None:
+    prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", questions(30))))
+    other, out = tmp_path / "precious.jsonl", tmp_path / "out.jsonl"
+    other.write_text("PRECIOUS")
+    with pytest.raises(ValueError, match=r"precious.jsonl is there already, and not this command's"):
+        run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+    assert other.read_text() == "PRECIOUS" and not out.exists()
+    other.unlink()
+    run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+    made = {path: path.read_bytes() for path in (out, other)}
+    run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+    for path, content in made.items():
+        path.write_bytes(content + b"x")
+        with pytest.raises(ValueError, match=f"{path.name} was changed since it was made"):
+            run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+        assert path.read_bytes() == content + b"x"
+        path.write_bytes(content)
+    other.unlink()
+    with pytest.raises(ValueError, match=r"precious.jsonl is gone"):
+        run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+    out.unlink()  # with its origin left: all is made anew
+    run(saved, out, f"--{which}", "1", str(other), prompts=prompts)
+    assert {path: path.read_bytes() for path in (out, other)} == made
+
+
+def test_a_kill_between_two_files_is_gone_on_from(
+    saved: Path, tmp_path: Path, late_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", dialogues(30))))
+    more = ("--heldout", "1", str(tmp_path / "held.jsonl"))
+    late_after(10**6)
+    whole = run(saved, tmp_path / "whole.jsonl", prompts=prompts)
+    for place in range(3):  # of the origin and two files
+        out = tmp_path / "out.jsonl"
+        for limit in (LIMIT, []):
+            late_after(15)
+            left, replace = [place], Path.replace
+
+            def dying(self: Path, target: Path, left: list[int] = left, replace: Any = replace) -> Path:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Broken
+                return replace(self, target)
+
+            with monkeypatch.context() as patch, pytest.raises(Broken):
+                patch.setattr(Path, "replace", dying)
+                run(saved, out, *more, *limit, prompts=prompts)
+            late_after(5)
+            if limit:
+                run(saved, out, *more, *limit, prompts=prompts)
+        rest = run(saved, out, *more, prompts=prompts)
+        assert rows_of(tmp_path / "held.jsonl") + rest == whole and origin_of(out)["complete"] is True
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+        (tmp_path / "held.jsonl").unlink()
+
+
+def test_two_files_of_one_stem_have_an_origin_each_and_an_older_version_s_is_known(saved: Path, tmp_path: Path) -> None:
+    prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", questions(20))))
+    one, other = tmp_path / "x.jsonl", tmp_path / "x.txt"
+    rows = run(saved, one, prompts=prompts)
+    assert run(saved, other, "--seed", "1", prompts=prompts) and run(saved, one, prompts=prompts) == rows
+    origin = origin_of(one)
+    del origin["files"], origin["complete"], origin["unasked"]
+    (tmp_path / "x.jsonl.origin.json").unlink()
+    (tmp_path / "x.origin.json").write_text(json.dumps(origin))
+    before = one.stat().st_mtime_ns
+    assert run(saved, one, prompts=prompts) == rows and one.stat().st_mtime_ns == before
+    (tmp_path / "x.txt.origin.json").unlink()
+    with pytest.raises(ValueError, match=r"x.txt is there already, and not this command's"):
+        run(saved, other, "--seed", "1", prompts=prompts)
 
 
 def test_one_process_at_a_time(saved: Path, tmp_path: Path, broken: Callable[..., tuple[Path, Path]]) -> None:
