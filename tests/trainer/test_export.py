@@ -21,6 +21,7 @@ from tiny_drafters import CONFIG, KINDS, LLAMA3, YARN, drafter
 from trainer import export as module
 from trainer.__main__ import main
 from trainer.checkpoint import CheckpointError, Score, load_drafter, save_checkpoint, save_drafter
+from trainer.chosen import chosen_drafter
 from trainer.draft import DraftModel
 from trainer.draft_config import FULL, SLIDING, DraftConfig
 from trainer.export import MODELLING, export
@@ -237,6 +238,18 @@ def test_of_a_run_the_best_checkpoint_is_exported_or_the_newest(
     (tmp_path / "run/checkpoints").mkdir()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
     assert "the run has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_of_a_run_whose_best_checkpoint_is_damaged_the_next_best_is_taken_and_that_is_told(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for step, score in enumerate([2.0, 3.0, 1.0], start=1):
+        score = Score(score, "decoded")
+        save_checkpoint(tmp_path / "checkpoints", model, optimizer, at(step), keep=3, score=score)
+    (tmp_path / "checkpoints/step-00000002/model.safetensors").write_bytes(b"gone")
+    said = list[str]()
+    assert chosen_drafter(tmp_path, said.append).name == "step-00000001"
+    assert said[-1] == "taking step-00000001, the run's best: 2.00 tokens a cycle, decoded"
+    assert len(said) == 2 and "step-00000002" in said[0] and "damaged" in said[0], said
 
 
 def test_an_export_does_not_replace_what_it_is_made_of(tmp_path: Path, here: None) -> None:
