@@ -502,78 +502,77 @@ FORKING = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from trainer.regenerate import Work, main
+from trainer.regenerate import main
 from trainer.target import load_target
 
-words, part, kinds = json.loads(sys.argv[1])
 torch.set_num_threads(1)
-load_target(words[words.index("--target") + 1])  # the imports that it takes, once for all forks
-draw, codes = random.Random(0), []
-while True:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = main(words)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    status = None
-    if kinds:
-        # At a random moment: some bytes after the file was begun, or gone on with.
-        size = lambda: part and sum(p.stat().st_size for p in Path(part).parent.glob("*.part"))
-        begin, more = size(), draw.randint(1, 1500)
-        while status is None and size() < begin + more:
-            found = os.waitpid(child, os.WNOHANG)
-            status = found[1] if found[0] else None
-            time.sleep(0.001)
+commands = json.loads(sys.argv[1])
+load_target(commands[0][0][1])  # the imports that it takes, once for all forks
+draw, all_codes = random.Random(0), []
+for words, folder, kinds in commands:
+    codes = []
+    while True:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = main(words)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        status = None
+        if kinds:
+            # At a random moment: some bytes after the file was begun, or gone on with.
+            size = lambda: sum(p.stat().st_size for p in Path(folder).glob("*.part"))
+            begin, more = size(), draw.randint(1, 1500)
+            while status is None and size() < begin + more:
+                found = os.waitpid(child, os.WNOHANG)
+                status = found[1] if found[0] else None
+                time.sleep(0.001)
+            if status is None:
+                os.kill(child, kinds.pop(0))
         if status is None:
-            os.kill(child, kinds.pop(0))
-    if status is None:
-        status = os.waitpid(child, 0)[1]
-    codes.append(os.waitstatus_to_exitcode(status))
-    if codes[-1] == 0:
-        break
-print(json.dumps(codes))
+            status = os.waitpid(child, 0)[1]
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1] == 0:
+            break
+    all_codes.append(codes)
+print(json.dumps(all_codes))
 """
-
-
-def forked(words: list[str], out: Path, kinds: list[int]) -> tuple[list[int], str]:
-    """Run the command again and again, each time in a fork, ended by these signals. Returns exit codes and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, json.dumps([words, str(part(out)), kinds])],
-        capture_output=True, text=True, timeout=110,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
 
 KILL, CTRL_C, TERM = int(signal.SIGKILL), int(signal.SIGINT), int(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("source", "ends"), [("data", [KILL, CTRL_C, TERM]), ("self", [KILL, KILL])])
-def test_however_it_ends_nothing_is_lost_and_nothing_changes(
-    saved: Path, tmp_path: Path, soak: bool, source: str, ends: list[int]
-) -> None:
+def test_however_it_ends_nothing_is_lost_and_nothing_changes(saved: Path, tmp_path: Path, soak: bool) -> None:
+    """Of data and of self-prompts: run again and again, each time in a fork that a signal ends, until it is through."""
     draw = random.Random(3)
     words = ["".join(draw.choices("abcdefgh ", k=12)) for _ in range(120)]
     turns = [{"messages": [m for text in words[n : n + 2] for m in (*plain(text), SAID)]} for n in range(0, 120, 2)]
     data = write_rows(tmp_path / "data.jsonl", turns)
-    prompts = ("--data", str(data)) if source == "data" else ("--self-prompts", "60")
     more = ["--temperature", "0.8", "--batch", "3", "--device", "cpu"]
-    whole = run(saved, tmp_path / "whole.jsonl", *more, prompts=prompts)
-    out = tmp_path / "out.jsonl"
-    ends = ends + [KILL] * 28 if soak else ends
-    codes, said = forked(["--target", str(saved), *prompts, "--out", str(out), *SHORT, *more], out, ends)
+    sources = {"data": (("--data", str(data)), [KILL, CTRL_C, TERM]), "self": (("--self-prompts", "60"), [KILL, KILL])}
+    commands: list[Any] = []
+    for name, (prompts, ends) in sources.items():
+        (tmp_path / name).mkdir()
+        out = ["--out", str(tmp_path / name / "out.jsonl")]
+        ends += [KILL] * 28 * soak
+        commands.append([["--target", str(saved), *prompts, *out, *SHORT, *more], str(tmp_path / name), ends])
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, json.dumps(commands)],
+        capture_output=True, text=True, timeout=110,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     told = {KILL: -KILL, CTRL_C: 130, TERM: 143}
-    assert codes[-1] == 0 and codes[:-1] == [told[end] for end in ends][: len(codes) - 1] and len(codes) > 2
-    assert rows_of(out) == whole and len(whole) > 3, said
-    assert not list(tmp_path.glob("*part*"))
-    if source == "data":
-        for name in ("Ctrl-C", "SIGTERM"):
-            assert f"the same command goes on\nregenerate: stopped by {name}\n" in said
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (name, (prompts, ends)), codes in zip(sources.items(), found, strict=True):
+        assert codes[-1] == 0 and codes[:-1] == [told[end] for end in ends][: len(codes) - 1] and len(codes) > 2
+        whole = run(saved, tmp_path / f"{name}-whole.jsonl", *more, prompts=prompts)
+        assert rows_of(tmp_path / name / "out.jsonl") == whole and len(whole) > 3, done.stderr
+        assert not list((tmp_path / name).glob("*part*"))
+    for name in ("Ctrl-C", "SIGTERM"):
+        assert f"the same command goes on\nregenerate: stopped by {name}\n" in done.stderr
 
 
 # --- the time is over ---
