@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_training
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +25,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder: Path) -> Any:
+    """The tiny target's; tests only read it."""
+    return AutoTokenizer.from_pretrained(tiny_folder / "target")
+
+
+@pytest.fixture
+def own(tiny_folder: Path) -> Any:
+    """The same, for a test that changes it."""
+    return AutoTokenizer.from_pretrained(tiny_folder / "target")

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import conversations, write_jsonl
-from transformers import AutoTokenizer
 
 from trainer.__main__ import main as command
 from trainer.conversations import MOST_SHOWN, LineError
@@ -22,17 +21,6 @@ from trainer.locks import Locked
 from trainer.prepare import Reasons, prepared_data
 from trainer.prepared import DataError, open_prepared
 from trainer.sources import Source, open_source
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
-
-
-@pytest.fixture
-def own(tiny_folder: Path) -> Any:
-    """A tokenizer that a test may change."""
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
 
 
 def among(bad: list[Any], folder: Path, good: int = 60) -> Path:

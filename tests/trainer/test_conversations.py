@@ -1,7 +1,6 @@
 """Records to tokens: which forms are read, what is learned of them, and what is refused with which reason."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,6 @@ from trainer.conversations import LineError, talk_from
 from trainer.documents import Document, documents_from
 
 CHAT = [("system", "Be brief."), ("user", "Hi?"), ("assistant", "Hello."), ("user", "Bye?"), ("assistant", " é\n")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
-
-
-@pytest.fixture
-def own(tiny_folder: Path) -> Any:
-    """A tokenizer that a test may change."""
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
 
 
 def messages(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_targets import tiny_target
+from tiny_targets import talkative
 from torch import Tensor
 
 from trainer import generate as engine
@@ -21,14 +21,6 @@ from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def talkative(seed: int = 0) -> TargetModel:
-    """A tiny target whose turns end, at random's whim: often by the template's own end token, and by some others."""
-    target = tiny_target(seed=seed)
-    target.head_weight[2] *= 2  # its logits are spread wider, so that it is the best more often
-    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 12)]
-    return target
 
 
 def some_prompts(target: TargetModel, count: int, longest: int = 90) -> list[list[int]]:

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import conversations, write_jsonl
-from transformers import AutoTokenizer
 
 from trainer.__main__ import main as command
 from trainer.documents import Document
@@ -27,17 +26,6 @@ from trainer.prepare import fingerprint, load_tokenizer, prepared_data
 from trainer.prepared import DataError, Prepared
 from trainer.sources import MOST_BYTES, line_records, open_source
 from trainer.tokenise import CHUNK, chunks
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
-
-
-@pytest.fixture
-def own(tiny_folder: Path) -> Any:
-    """A tokenizer that a test may change."""
-    return AutoTokenizer.from_pretrained(tiny_folder / "target")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

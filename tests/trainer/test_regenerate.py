@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_targets import TEMPLATE, THINKING_TEMPLATE, tiny_target
+from tiny_targets import TEMPLATE, THINKING_TEMPLATE, talkative, tiny_target
 
 from trainer import answering
 from trainer.__main__ import main as command
@@ -32,14 +32,6 @@ from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def talkative(seed: int = 0) -> TargetModel:
-    """A tiny target whose turns end, at random's whim: often by the template's own end token, and by some others."""
-    target = tiny_target(seed=seed)
-    target.head_weight[2] *= 2  # its logits are spread wider, so that it is the best more often
-    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 12)]
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,14 @@ def tiny_target(family: str = "llama", seed: int = 0, layers: int = 6, **changes
     return TargetModel(model, tokenizer)
 
 
+def talkative(seed: int = 0) -> TargetModel:
+    """A tiny target whose turns end, at random's whim: often by the template's own end token, and by some others."""
+    target = tiny_target(seed=seed)
+    target.head_weight[2] *= 2  # its logits are spread wider, so that it is the best more often
+    target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 12)]
+    return target
+
+
 def drafter_for(
     target: TargetModel, *, layers: int = 1, block: int = 16, mask_token_id: int | None = None
 ) -> DraftModel:
