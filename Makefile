@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Another package index for torch alone, e.g. the one that PyTorch's site names for your CUDA version or for the CPU.
 TORCH_INDEX ?=
+# Processes that the tests are shared out to. Most of them wait for others: one more than there are processors is quickest.
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
@@ -48,10 +50,10 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest --soak
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --soak
 
 demo: $(STAMP)
 	@$(BIN)/dflash-ops sandbox demo

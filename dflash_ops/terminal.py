@@ -24,8 +24,14 @@ class Terminal(Protocol):
 
 
 def size() -> tuple[int, int]:
-    """Columns and rows of the terminal, 80 x 24 when there is none."""
-    terminal = shutil.get_terminal_size()
+    """Columns and rows of the terminal that the keys come from, 80 x 24 when there is none.
+
+    Not what COLUMNS and LINES say: they don't follow a window whose size is changed.
+    """
+    try:
+        terminal = os.get_terminal_size(sys.stdin.fileno())
+    except OSError:
+        terminal = shutil.get_terminal_size()
     return terminal.columns, terminal.lines
 
 
