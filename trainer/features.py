@@ -38,6 +38,7 @@ class RowBatch:
         int, ...
     ] = ()  # of the rows; as `lines`, for who looks at a batch: a bad step is named by feed.StepSource
     lines: tuple[tuple[int, ...], ...] = ()  # for each row the source lines of its documents
+    replica: int = 0  # the drafter that gets it
 
     def to(self, device: torch.device) -> "RowBatch":
         """The same on another device; copies from pinned memory overlap with the work there."""
@@ -69,6 +70,35 @@ class FeatureBatch:
     tokens: int  # of conversations, prompts included and padding not
     rows: RowBatch  # what it was made of; stays on the host
     final_BSH: Tensor | None = None  # what the target's head reads; only when the objective asks for its distribution
+    ready: torch.cuda.Event | None = None  # when it is all there, on the drafter's GPU
+
+    def sent(self) -> "FeatureBatch":
+        """Called last by who makes it: what the current stream of its device holds now is what makes it ready."""
+        if not self.features_BSF.is_cuda:
+            return self
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.features_BSF.device))
+        return replace(self, ready=ready)
+
+    def received(self) -> "FeatureBatch":
+        """Called first by who uses it: the current stream of its device waits until it is ready, the host does not.
+
+        The memory goes back to the maker's stream: the allocator has to know that this one reads it, too.
+        """
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.features_BSF.device)
+            stream.wait_event(self.ready)
+            for tensor in self._on_device():
+                tensor.record_stream(stream)
+        return self
+
+    def device_bytes(self) -> int:
+        """What it takes on the drafter's device."""
+        return sum(tensor.nbytes for tensor in self._on_device())
+
+    def _on_device(self) -> list[Tensor]:
+        values = [getattr(holder, f.name) for holder in (self, self.blocks) for f in fields(holder)]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def to(self, device: torch.device) -> "FeatureBatch":
         """The same on the drafter's device. On the CPU in float32, as the drafter: there is no autocast there."""

@@ -5,8 +5,8 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from trainer.prepared import Prepared
 
 KEPT_STEPS = 32  # steps whose sources can be asked for: more than the threads work ahead, and a few that are over
 NAMED = 6  # places that a message names
+
+T = TypeVar("T")
 
 Anchors = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # of a row: anchors and keep
 
@@ -46,12 +48,15 @@ class StepSource:
 class Feed:
     """The batches of a training. Those to learn from all have the same shape: `micro_rows` rows and `anchors` anchors.
 
-    Held-out batches hold all anchors that their rows have, so many that they are a multiple of `anchors`.
+    Of a step's rows, drafter r of R learns from those at r, r + R, r + 2R, ..., in batches of `micro_rows`; a last one
+    that isn't full is filled up with rows of padding. Batches come in turn for all drafters. Held-out ones hold all
+    anchors that their rows have, so many that they are a multiple of `anchors`.
 
     Raises DataError when there is nothing to learn from within a row.
     """
 
-    def __init__(self, config: TrainConfig, train: Prepared, heldout: Prepared | None) -> None:
+    def __init__(self, config: TrainConfig, train: Prepared, heldout: Prepared | None, replicas: int = 1) -> None:
+        """replicas: drafters that share the rows."""
         settings = config.train
         self._row_tokens = config.data.row_tokens
         self._steps, self._eval_every = settings.steps, settings.eval_every
@@ -59,8 +64,10 @@ class Feed:
         self._train = train
         self.rows = Rows(train, row_tokens=self._row_tokens, seed=settings.seed, shuffle=config.data.shuffle)
         self._held = Rows(heldout, row_tokens=self._row_tokens, seed=0, shuffle=False) if heldout else None
-        self.micro_rows = settings.micro_rows or settings.rows_per_step
-        self.batches_per_step = settings.rows_per_step // self.micro_rows
+        self._replicas = replicas
+        self._rows_per_step = settings.rows_per_step
+        self.micro_rows = settings.micro_rows or -(-settings.rows_per_step // replicas)
+        self.batches_per_step = len(list(self._shared_out(range(settings.rows_per_step))))
         self.heldout_batches = -(-self._held.epoch_rows() // self.micro_rows) if self._held else 0
         self._sources: dict[int, StepSource] = {}
 
@@ -72,18 +79,17 @@ class Feed:
     def batches(self, done: int, cursor: Cursor) -> Iterator[RowBatch]:
         """All that comes after `done` steps, from a cursor on: a step's batches, then the held-out ones when due."""
         for step in range(done + 1, self._steps + 1):
-            batches: list[list[Row]] = []
-            for _ in range(self.batches_per_step):
-                rows, cursor = self._take(cursor)
-                batches.append(rows)
-            taken = [row for rows in batches for row in rows]
+            rows: list[Row] = []
+            for _ in range(self._rows_per_step):
+                row, cursor = self.rows.row(cursor)
+                rows.append(row)
             # Known before the step's first batch is handed out, to whichever thread.
             self._sources[step] = StepSource(
-                step, tuple(row.number for row in taken), tuple(row.lines for row in taken), cursor, self._train
+                step, tuple(row.number for row in rows), tuple(row.lines for row in rows), cursor, self._train
             )
             self._sources.pop(step - KEPT_STEPS, None)
-            for rows in batches:
-                yield row_batch(rows, self._anchors, self._seed)
+            for replica, own in self._shared_out(rows):
+                yield replace(row_batch(self._filled_up(own), self._anchors, self._seed), replica=replica)
             if self.measures_after(step):
                 yield from self._heldout()
 
@@ -91,30 +97,28 @@ class Feed:
         """Where a step's rows come from, once its first batch is there; only of the last 32 steps."""
         return self._sources[step]
 
-    def learning_batch(self, cursor: Cursor) -> RowBatch:
-        """The rows at a cursor."""
-        return row_batch(self._take(cursor)[0], self._anchors, self._seed)
-
     def measures_after(self, step: int) -> bool:
         """Whether the held-out data is measured after a step: each `eval_every` steps, and at the end."""
         due = step == self._steps or (self._eval_every > 0 and step % self._eval_every == 0)
         return due and self._held is not None
 
-    def _take(self, cursor: Cursor) -> tuple[list[Row], Cursor]:
-        """The next `micro_rows` rows."""
-        rows: list[Row] = []
-        for _ in range(self.micro_rows):
-            row, cursor = self.rows.row(cursor)
-            rows.append(row)
-        return rows, cursor
+    def _shared_out(self, rows: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
+        """A step's batches: whose each is, and its rows; first one for each drafter, then a second one, ..."""
+        shares = [rows[replica :: self._replicas] for replica in range(self._replicas)]
+        for start in range(0, len(shares[0]), self.micro_rows):  # the first has the most
+            for replica, share in enumerate(shares):
+                if own := share[start : start + self.micro_rows]:
+                    yield replica, own
+
+    def _filled_up(self, rows: Sequence[Row]) -> list[Row]:
+        return [*rows, *[make_row(0, [], self._row_tokens)] * (self.micro_rows - len(rows))]
 
     def _heldout(self) -> Iterator[RowBatch]:
-        """All held-out rows; the last batch is filled up with rows of padding."""
+        """All held-out rows, a batch for each drafter in turn."""
         assert self._held is not None
-        left = self._held.once()
+        left, turns = self._held.once(), itertools.cycle(range(self._replicas))
         while rows := list(itertools.islice(left, self.micro_rows)):
-            padding = [make_row(0, [], self._row_tokens)] * (self.micro_rows - len(rows))
-            yield all_anchors_batch(rows + padding, self._anchors)
+            yield replace(all_anchors_batch(self._filled_up(rows), self._anchors), replica=next(turns))
 
 
 def row_batch(rows: Sequence[Row], anchors: int, seed: int) -> RowBatch:

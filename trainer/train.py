@@ -180,7 +180,8 @@ def _train(
         say(f"saved {written.path.name}{', the best so far' if written.best else ''}")
 
     if device.type == "cuda" and progress.step < settings.steps:
-        learner.warm_up(features(feed.learning_batch(cursor)))  # in this thread alone: see threads.py
+        first = next(Feed(config, data, heldout).batches(progress.step, cursor))
+        learner.warm_up(features(first))  # in this thread alone: see threads.py
 
     decoder = None
     if heldout and settings.decode_every:

@@ -1,5 +1,6 @@
 """The feed: the same batches from any step on, held-out rows with all their anchors, and where each step came from."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ def test_the_feed_is_the_same_from_any_step_on_and_measures_when_due(forty: Prep
     whole = list(feed.batches(0, Cursor()))
     assert len(whole) == 7 * 2 + 3 * feed.heldout_batches
     assert {batch.ids_BS.shape for batch in whole} == {(2, 16)}
-    assert same(whole[0], feed.learning_batch(Cursor()))
     for done in (4, 6):
         after = feed.source(done).after
         assert after.row == 4 * done and after == feed.rows.cursor(4 * done)
@@ -50,6 +50,43 @@ def test_the_feed_is_the_same_from_any_step_on_and_measures_when_due(forty: Prep
         assert fresh.source(7) == feed.source(7)
     learned = [batch for batch in whole if batch.anchors_BN.shape[1] == 3 and batch.numbers[1] == batch.numbers[0] + 1]
     assert [batch.numbers[0] for batch in learned][:3] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(("rows", "micro_rows"), [(7, 2), (7, None), (3, 1), (6, 4)])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_step_s_rows_are_shared_out_to_the_drafters(
+    forty: Prepared, rows: int, micro_rows: int | None, replicas: int
+) -> None:
+    plain = config(steps=2, rows_per_step=rows, micro_rows=1, eval_every=0)
+    single = {batch.numbers[0]: batch for batch in Feed(plain, forty, None).batches(0, Cursor())}
+    made = plain.model_copy(update={"train": plain.train.model_copy(update={"micro_rows": micro_rows})})
+    feed = Feed(made, forty, None, replicas)
+    batches = list(feed.batches(0, Cursor()))
+    assert len(batches) == 2 * feed.batches_per_step
+    height = micro_rows or -(-rows // replicas)
+    for step in range(2):
+        own = batches[step * feed.batches_per_step :][: feed.batches_per_step]
+        assert [batch.replica for batch in own][:replicas] == list(range(replicas))  # all have something to do at once
+        for replica in range(replicas):
+            taken: list[int] = []
+            for batch in (batch for batch in own if batch.replica == replica):
+                assert batch.ids_BS.shape[0] == height
+                for row in range(height):
+                    if (batch.document_ids_BS[row] < 0).all():
+                        assert not batch.keep_BN[row].any() and not batch.loss_mask_BS[row].any()
+                        continue
+                    number = batch.numbers[row]
+                    taken.append(number)
+                    for name in ("ids_BS", "loss_mask_BS", "positions_BS", "anchors_BN", "keep_BN"):
+                        assert torch.equal(getattr(batch, name)[row], getattr(single[number], name)[0])
+            assert taken == list(range(step * rows, (step + 1) * rows))[replica::replicas]
+
+
+def test_held_out_rows_are_shared_out_too(forty: Prepared) -> None:
+    feeds = [Feed(config(steps=1), forty, forty, replicas) for replicas in (1, 3)]
+    one, three = (list(feed.batches(0, Cursor()))[feed.batches_per_step :] for feed in feeds)
+    assert [batch.replica for batch in three] == [k % 3 for k in range(len(one))]
+    assert all(same(replace(batch, replica=0), expected) for batch, expected in zip(three, one, strict=True))
 
 
 def test_a_step_s_source_names_its_rows_and_lines(forty: Prepared) -> None:
