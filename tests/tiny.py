@@ -80,6 +80,7 @@ def tiny_toml(target: Path | str, train: Path | str, heldout: Path | str | None 
         "draft": {"layers": 1, "block": 4, "captured": 3},
         "data": {"train": str(train), "row_tokens": 96},
         "train": {"steps": 20, "rows_per_step": 2, "anchors": 8, "checkpoint_every": 10, "device": "cpu"},
+        "layout": {"targets": ["cpu"], "drafters": ["cpu"]},
     }
     if heldout is not None:
         sections["data"]["heldout"] = str(heldout)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trainer import presets
+from trainer import devices, presets
 
 SCHEMA_VERSION = 1
 
@@ -169,6 +169,46 @@ class TrainSection(Section):
         return self
 
 
+Words = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class LayoutSection(Section):
+    """[layout]: who runs where. Target and drafter workers are threads of one process.
+
+    A device's word is auto (the first GPU, or the CPU), cpu, cuda:N, or cuda:0-4 (a worker on each of the five).
+    """
+
+    targets: Words = ("auto",)
+    """Target workers: auto (first GPU, or CPU), cpu, cuda:N, cuda:0-4 (five), cuda:0+1 (one spread over both)."""
+    drafters: Words = ("auto",)
+    """Drafters, which share each step: auto, cpu, cuda:N, cuda:5-7 (three)."""
+    allow_shared_device: bool = False
+    """Several drafters may be on one device: for trying a layout out, for it is slower than one."""
+    queue_mib: int = Field(default=4096, ge=1)
+    """MiB of features that may wait on a drafter's device, for each drafter; one batch always may."""
+    depth: int = Field(default=2, ge=1)
+    """Batches of features that may wait, for each drafter."""
+    optimizer: Literal["replicated", "sharded"] = "replicated"
+    """AdamW's moments: all on each drafter, or a part on each, which saves memory and gives the same weights."""
+    reduce: Literal["copies", "nccl"] = "copies"
+    """How gradients are summed: by copies from GPU to GPU, or by NCCL, which can stand still beside other threads."""
+    check_every: int = Field(default=100, ge=0)
+    """Steps between two proofs that all drafters have the same weights; 0: none."""
+    stall_seconds: int = Field(default=900, ge=0)
+    """Seconds without any progress after which all threads' stacks are printed and the process ends; 0: never."""
+    check_memory: bool = True
+    """Refuse a layout that by estimate needs more memory than is free on a GPU."""
+
+    @model_validator(mode="after")
+    def _words(self) -> "LayoutSection":
+        for name, read in (("targets", devices.all_workers), ("drafters", devices.drafters)):
+            try:
+                read(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        return self
+
+
 class TrainConfig(Section):
     """The whole file."""
 
@@ -182,6 +222,15 @@ class TrainConfig(Section):
     draft: DraftSection = DraftSection()
     data: DataSection
     train: TrainSection
+    layout: LayoutSection = LayoutSection()
+
+    @model_validator(mode="after")
+    def _drafters_to_share(self) -> "TrainConfig":
+        where = devices.drafters(self.layout.drafters)
+        rows, allowed = self.train.rows_per_step, self.layout.allow_shared_device
+        if why := devices.fault(where, rows=rows, allow_shared=allowed, reduce=self.layout.reduce):
+            raise ValueError(why)
+        return self
 
     @model_validator(mode="after")
     def _prompts_to_decode(self) -> "TrainConfig":

@@ -60,7 +60,7 @@ def test_a_written_config_is_one_and_holds_every_key(name: str | None, capsys: p
     all_set = "\n".join(line[1:] if line.startswith("#") and line[1:2].islower() else line for line in text.split("\n"))
     with_defaults = tomllib.loads("\n".join(line for line in all_set.split("\n") if not line.endswith("=")))
     as_it_is = as_mapping(config)
-    for section in ("target", "draft", "data", "train"):
+    for section in ("target", "draft", "data", "train", "layout"):
         assert with_defaults[section].items() <= as_it_is[section].items()
         wanted = TrainConfig.model_fields[section].annotation
         assert wanted is not None
