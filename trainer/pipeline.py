@@ -53,8 +53,8 @@ class Channel(Generic[T]):
     """A bounded queue from several threads to several, in the order of the items' numbers: 0, 1, 2, ...
 
     It can be ended (what is in it still comes out) and closed (nothing does). At most `depth` items and `most_bytes`
-    (as `size` says) wait in it, and besides them the item that is next to come out: were that one kept out by those behind
-    it, nobody would ever move again.
+    (as `size` counts) wait in it, and besides them the item that is next to come out: were that one kept out by those
+    behind it, nobody would ever move again.
     """
 
     def __init__(self, depth: int, most_bytes: int | None, size: Callable[[T], int] | None, writers: int) -> None:
