@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.blocks import moved
 from trainer.caches import Extends, KeyValueCache
 from trainer.masks import document_mask, step_mask
 from trainer.refused import KINDS
@@ -34,6 +35,11 @@ def _rotate(x_BhSD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
     """Rotary position embedding over the whole head, halves rotated."""
     left, right = x_BhSD.chunk(2, dim=-1)
     return x_BhSD * cos_BSD[:, None] + torch.cat([-right, left], dim=-1) * sin_BSD[:, None]
+
+
+def device_of(layer: Any) -> torch.device:
+    """Where a decoder layer is."""
+    return layer.input_layernorm.weight.device
 
 
 class ByHand:
@@ -70,7 +76,8 @@ class ByHand:
         return features_BSF, self.norm(hidden_BSH) if final else None
 
     def new_cache(self, capacity: int) -> KeyValueCache:
-        return KeyValueCache(self.num_layers, self.num_kv_heads, capacity, self.head_dim, self.head_VH)
+        devices = [device_of(layer) for layer in self.model.model.layers]
+        return KeyValueCache(devices, self.num_kv_heads, capacity, self.head_dim, self.head_VH)
 
     def step(self, ids_Q: Tensor, cache: KeyValueCache, layer_ids: Sequence[int], last: int) -> tuple[Tensor, Tensor]:
         """The next tokens of one sequence: the last norm's output at the `last` of them, and the captured layers."""
@@ -110,6 +117,9 @@ class ByHand:
         captured: dict[int, Tensor] = {}
         for index in range(stop + 1):
             layer = trunk.layers[index]
+            if (device := device_of(layer)) != hidden_BSH.device:  # spread over several: spread.py
+                hidden_BSH, cos_BSD, sin_BSD = (moved(x, device) for x in (hidden_BSH, cos_BSD, sin_BSD))
+                mask = None if mask is None else moved(mask, device)
             attended = self._attend(
                 layer.self_attn, index, layer.input_layernorm(hidden_BSH), cos_BSD, sin_BSD, mask, cache
             )
@@ -117,7 +127,8 @@ class ByHand:
             hidden_BSH = hidden_BSH + layer.mlp(layer.post_attention_layernorm(hidden_BSH))
             if index in layer_ids:
                 captured[index] = hidden_BSH
-        features = [captured[index] for index in layer_ids]
+        home = self.head_VH.device
+        features = [moved(captured[index], home) for index in layer_ids]
         return hidden_BSH, torch.cat(features, dim=-1) if features else hidden_BSH[..., :0]
 
     def _attend(

@@ -3,6 +3,7 @@
 """The target's keys and values of one sequence, croppable: what a drafter proposed in vain is forgotten again."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,10 +47,11 @@ class TargetCache:
 class KeyValueCache(TargetCache):
     """For layers that are run by hand: a buffer of fixed size."""
 
-    def __init__(self, layers: int, heads: int, capacity: int, head_dim: int, like: Tensor) -> None:
-        """like: a tensor of the dtype and device that the keys have."""
+    def __init__(self, devices: Sequence[torch.device], heads: int, capacity: int, head_dim: int, like: Tensor) -> None:
+        """devices: of each layer. like: a tensor of the dtype that the keys have."""
         super().__init__(capacity)
-        self._buffer = torch.empty((layers, 2, 1, heads, capacity, head_dim), device=like.device, dtype=like.dtype)
+        shape = (2, 1, heads, capacity, head_dim)
+        self._buffer = [torch.empty(shape, device=device, dtype=like.dtype) for device in devices]
 
     def extend(self, layer: int, keys_BhQD: Tensor, values_BhQD: Tensor) -> tuple[Tensor, Tensor]:
         """Write new keys and values behind the committed ones; return all of them, [1, heads, length + Q, D]."""

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainer.blocks import moved
 from trainer.caches import DynamicTargetCache, cache_argument
 from trainer.masks import additive, document_mask, step_mask
 from trainer.refused import KINDS, TargetError, text_config
@@ -171,8 +172,9 @@ class Hooked:
             more["position_ids"] = positions
         with self._capturing(layer_ids) as captured:
             output = trunk(input_ids=ids, attention_mask=mask, **more)
-        final = hidden_of(output)
-        features = [captured[index] for index in layer_ids]
+        home = self.head_VH.device
+        final = moved(hidden_of(output), home)
+        features = [moved(captured[index], home) for index in layer_ids]
         return torch.cat(features, dim=-1) if features else final[..., :0], final
 
     def _masks(self, make: Callable[[int | None], Tensor]) -> Any:

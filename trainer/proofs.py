@@ -105,16 +105,17 @@ def _own(parts: Parts) -> Seen:
 
 @contextmanager
 def _listening(parts: Parts, seen: Seen) -> Generator[None]:
-    """Hooks for the time of the block, which hear every thread: for loading alone."""
+    """Hooks for the time of the block, which hear every thread: for loading alone. All goes to the head's device."""
+    home = parts.head.weight.device
 
     def entered(_module: Any, arguments: Any, named: Any) -> None:
-        seen.layers_DSH.append(arguments[0] if arguments else named["hidden_states"])
+        seen.layers_DSH.append((arguments[0] if arguments else named["hidden_states"]).to(home))
 
     def passed(_module: Any, _arguments: Any, output: Any) -> None:
-        seen.layers_DSH.append(hidden_of(output))
+        seen.layers_DSH.append(hidden_of(output).to(home))
 
     def ended(_module: Any, _arguments: Any, output: Any) -> None:
-        seen.final_DSH = hidden_of(output)
+        seen.final_DSH = hidden_of(output).to(home)
 
     hooks = [parts.layers[0].register_forward_pre_hook(entered, with_kwargs=True)]
     hooks += [layer.register_forward_hook(passed) for layer in parts.layers]
@@ -134,7 +135,8 @@ def _embedding_scale(seen: Seen, parts: Parts) -> float:
 
     Learned positions may be added: they are the same in both documents, so the difference of the two is without them.
     """
-    rows, entered = functional.embedding(seen.ids_DS, parts.embedding.weight).float(), seen.layers_DSH[0].float()
+    entered = seen.layers_DSH[0].float()
+    rows = functional.embedding(seen.ids_DS, parts.embedding.weight).float().to(entered.device)
     config = parts.config
     named = (config.hidden_size**0.5, getattr(config, "embedding_multiplier", None), getattr(config, "scale_emb", None))
     scale = _factor(rows[0] - rows[1], entered[0] - entered[1], parts.embedding.weight.dtype, named)

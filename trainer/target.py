@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer import sizes, vocabulary
+from trainer.blocks import moved
 from trainer.byhand import FAMILIES, ByHand, runs_by_hand
 from trainer.caches import TargetCache
 from trainer.draft_config import DraftConfig
 from trainer.hooked import Hooked, Parts
 from trainer.proofs import prove
 from trainer.refused import TargetError, check_config, text_config
+from trainer.spread import spread
 from trainer.vocabulary import Counts, check_vocabulary
 
 
@@ -57,6 +59,7 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
+        """Of all that it gives; where it is spread over devices, the last one."""
         return self.head_weight.device
 
     @property
@@ -91,8 +94,8 @@ class TargetModel:
         raise TargetError(f"{self.config.model_type} models can't be run by hand; only {' and '.join(FAMILIES)} can")
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """The input embeddings of token ids as they enter layer 0, [..., H]."""
-        rows = functional.embedding(ids, self._runner.embedding_VH)
+        """The input embeddings of token ids as they enter layer 0, [..., H], on the ids' device."""
+        rows = moved(functional.embedding(self._entering(ids), self._runner.embedding_VH), ids.device)
         scale = self.embedding_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
@@ -128,7 +131,12 @@ class TargetModel:
     ) -> tuple[Tensor, Tensor | None]:
         if self._longest_row is not None and ids_BS.shape[1] > self._longest_row:
             raise TargetError(sizes.too_long(self.config, ids_BS.shape[1]))
+        ids_BS, document_ids_BS, positions_BS = map(self._entering, (ids_BS, document_ids_BS, positions_BS))
         return self._runner.documents(ids_BS, document_ids_BS, positions_BS, layer_ids, final=final)
+
+    def _entering(self, ids: Tensor) -> Tensor:
+        """Where its first layers are, which for a target that is spread over devices is not where its head is."""
+        return moved(ids, self._runner.embedding_VH.device)
 
     def new_cache(self, capacity: int) -> TargetCache:
         """For one sequence of at most `capacity` tokens. Raises TargetError when the model can't be decoded so."""
@@ -141,7 +149,7 @@ class TargetModel:
         last: how many of the last positions to give logits for (0: all).
         """
         cache.make_room(len(ids_Q))
-        final_QH, features_BQF = self._runner.step(ids_Q, cast("Any", cache), layer_ids, last)
+        final_QH, features_BQF = self._runner.step(self._entering(ids_Q), cast("Any", cache), layer_ids, last)
         return Step(self.logits(final_QH), features_BQF)
 
     def logits(self, final_QH: Tensor) -> Tensor:
@@ -200,14 +208,15 @@ class TargetModel:
 
 def load_target(
     path_or_name: str | Path,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | Sequence[torch.device] = "cpu",
     dtype: torch.dtype = torch.float32,
     *,
     by_hand: bool = False,
 ) -> TargetModel:
     """Load a target from a local folder or by its hub name, frozen and in eval mode. Raises TargetError.
 
-    device: "auto" is the first GPU, or the CPU where there is none. by_hand: refuse a model that is not run by hand,
+    device: "auto" is the first GPU, or the CPU where there is none; several: its layers are spread over them, and what
+    it gives is on the last (spread.py). by_hand: refuse a model that is not run by hand,
     before its weights are read.
     """
     from transformers.utils import logging
@@ -215,20 +224,23 @@ def load_target(
     logging.disable_progress_bar()  # a load takes a moment, and a log file is no place for bars
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = [torch.device(device)] if isinstance(device, str | torch.device) else list(device)
     name = str(path_or_name)
     if name.startswith("~"):
         name = str(Path(name).expanduser())
     if (name.startswith(("/", ".")) or Path(name).exists()) and not Path(name, "config.json").is_file():
         raise TargetError(f"{name} is not a folder with a model (no config.json in it)")
     try:
-        return _load(name, device, dtype, by_hand)
+        return _load(name, devices, dtype, by_hand)
     except TargetError as error:
         raise TargetError(f"the target {name} can't be used: {error}") from error
     except Exception as error:  # transformers, safetensors and torch raise what they like: ValueError, KeyError, ...
-        raise TargetError(f"the target {name} can't be loaded on {device}: {first_line(error)}") from error
+        raise TargetError(
+            f"the target {name} can't be loaded on {' + '.join(map(str, devices))}: {first_line(error)}"
+        ) from error
 
 
-def _load(name: str, device: str | torch.device, dtype: torch.dtype, by_hand: bool) -> TargetModel:
+def _load(name: str, devices: Sequence[torch.device], dtype: torch.dtype, by_hand: bool) -> TargetModel:
     """The model and its tokenizer. Raises TargetError when the files lack weights, and whatever the libraries raise."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -251,7 +263,10 @@ def _load(name: str, device: str | torch.device, dtype: torch.dtype, by_hand: bo
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise TargetError(f"its files have no weights, or none of the right shape, for {absent[0]}{more}")
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model.to(device)
+    if len(devices) == 1:
+        model.to(devices[0])
+    else:
+        spread(model, devices)
     return TargetModel(model, tokenizer, proved=True)
 
 
