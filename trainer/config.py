@@ -114,7 +114,7 @@ class TrainSection(Section):
     rows_per_step: int = Field(default=8, ge=1)
     """Rows that one optimiser step learns from."""
     micro_rows: int | None = Field(default=None, ge=1)
-    """Rows in one forward; divides rows_per_step; smaller saves memory, same result but for rounding. None: all."""
+    """Rows in one forward; smaller saves memory, same result but for rounding. None: all rows of a drafter's share."""
     anchors: int = Field(default=128, ge=1)
     """Blocks per row, spread evenly over its conversations."""
     loss: Literal["exp-decay", "d-pace"] = "d-pace"
@@ -161,12 +161,6 @@ class TrainSection(Section):
     """Where the target runs. None: with the drafter."""
     fx_fix: Literal["per-thread", "always-false", "off"] = "per-thread"
     """How torch.fx is made fit for threads: each has its own state; or none is told that it traces; or not at all."""
-
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> "TrainSection":
-        if self.micro_rows is not None and self.rows_per_step % self.micro_rows:
-            raise ValueError(f"micro_rows {self.micro_rows} does not divide rows_per_step {self.rows_per_step}")
-        return self
 
 
 Words = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
@@ -344,8 +338,27 @@ def default_gamma(block: int) -> float:
     return 7.0 if block >= 16 else 5.0 if block >= 10 else 4.0
 
 
+def micro_rows(config: TrainConfig) -> int:
+    """Rows of one forward: as set, or the greatest share that a drafter has of a step's rows."""
+    return config.train.micro_rows or -(-config.train.rows_per_step // len(devices.drafters(config.layout.drafters)))
+
+
+def _padding_line(config: TrainConfig) -> str | None:
+    """Rows of padding that a step's forwards are filled up with, if any."""
+    rows, size = config.train.rows_per_step, micro_rows(config)
+    count = len(devices.drafters(config.layout.drafters))
+    forwards = sum(-(-len(range(drafter, rows, count)) // size) for drafter in range(count))
+    if not (padding := forwards * size - rows):
+        return None
+    shared = f" shared by {count} drafters" if count > 1 else ""
+    return (
+        f"train.rows_per_step {rows}{shared} in forwards of {size} rows: padding makes up {padding} of a step's "
+        f"{rows + padding} rows, which costs time and teaches nothing; a multiple of {size * count} has none"
+    )
+
+
 def idle_keys(config: TrainConfig) -> list[str]:
-    """What is set and does nothing beside the other keys, a line each.
+    """What is set and does nothing beside the other keys, a line each; and what is lost by keys that don't fit.
 
     They are said and not refused: a preset may set them, and a key can't be taken back with --set.
     """
@@ -358,6 +371,8 @@ def idle_keys(config: TrainConfig) -> list[str]:
     named = len(draft.target_layer_ids or ())
     if "captured" in draft.model_fields_set and named not in (0, draft.captured):
         lines.append(f"draft.captured {draft.captured} does nothing: draft.target_layer_ids names {named} layers")
+    if padding := _padding_line(config):
+        lines.append(padding)
     if settings.eval_every and config.data.heldout is None:
         lines.append(f"train.eval_every {settings.eval_every} does nothing: there is no data.heldout")
     both = math.lcm(settings.eval_every, settings.checkpoint_every)
