@@ -28,12 +28,11 @@ from torch import Tensor
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.files import built_beside, file_digest, names_in, remove, replace_synced, save_tensors, write_synced
-from trainer.optim import parameter_names
 from trainer.origin import Origin
 from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
 from trainer.scores import Best, Score, ranking, read_hint
-from trainer.snapshot import MOMENTS, HostCopy, Snapshot
+from trainer.snapshot import HostCopy, Snapshot, Trained
 from trainer.speculators import EMBEDDING, HEAD, REDUCED, from_speculators, is_speculators
 from trainer.state import (
     CHECKPOINT,
@@ -164,7 +163,7 @@ def save_checkpoint(
     origin: Origin | None = None,
 ) -> Path:
     """Copies everything to the host and writes it, in this thread: see write_checkpoint."""
-    snapshot = HostCopy().take(model, optimizer)
+    snapshot = HostCopy().take(Trained.alone(model, optimizer))
     return write_checkpoint(folder, snapshot, progress, keep, score=score, origin=origin).path
 
 
@@ -334,19 +333,20 @@ def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | N
 
 
 def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.Optimizer) -> Progress:
-    """Puts weights, moments and random generators back, exactly.
+    """As `restore`, into a drafter that learns alone."""
+    return restore(checkpoint, Trained.alone(model, optimizer))
 
-    Raises CheckpointError when it holds another shape of drafter.
+
+def restore(checkpoint: Path, state: Trained) -> Progress:
+    """Puts weights, moments and random generators back, exactly, into every replica of `state`.
+
+    However many replicas there were, and whoever of them had the moments. Raises CheckpointError when it holds another
+    shape of drafter.
     """
     loaded, config = load_drafter(checkpoint, "cpu", torch.float32)
-    if config != model.config:
-        raise CheckpointError(f"checkpoint {checkpoint}: {difference(config, model.config)}")
-    model.load_state_dict(loaded.state_dict())
-    moments = load_file(checkpoint / OPTIMIZER_FILE)
-    names = parameter_names(model)
-    state = {i: {key: moments[f"{name}.{key}"] for key in MOMENTS} for i, name in enumerate(names)} if moments else {}
-    # The groups' settings come from the config, not from the file: a resumed run may have another learning rate.
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if config != state.config:
+        raise CheckpointError(f"checkpoint {checkpoint}: {difference(config, state.config)}")
+    state.restore(loaded.state_dict(), load_file(checkpoint / OPTIMIZER_FILE))
     if (checkpoint / RANDOM_FILE).exists():  # not in those of the first version
         restore_random_states(json.loads((checkpoint / RANDOM_FILE).read_bytes()))
     return read_state(checkpoint).progress

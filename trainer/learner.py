@@ -7,12 +7,12 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 # torch.compile and tolist are partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.acceptance import answer_cycles, by_position
 from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
@@ -20,7 +20,7 @@ from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
-from trainer.optim import step_if
+from trainer.optim import divide_gradients, gradient_norms, step_if, total_norm
 from trainer.target import TargetModel
 
 
@@ -54,6 +54,22 @@ class StepFigures:
         slots = len(counts) // 2
         by_slot = [c / n if n else None for c, n in zip(counts[:slots], counts[slots:], strict=True)]
         return Figures(loss, accuracy, accept, grad_norm, finite == 1, by_slot)
+
+
+class Verdict(NamedTuple):
+    """Whether a step is taken. On the device, so that the host needn't wait for it."""
+
+    grad_norm: Tensor  # before clipping
+    finite: Tensor  # bool: loss and gradient are
+    good: Tensor  # bool: and something was supervised
+
+    @classmethod
+    def of(cls, terms: LossTerms, grad_norm: Tensor) -> "Verdict":
+        finite = torch.isfinite(terms.loss_sum) & torch.isfinite(grad_norm)
+        return cls(grad_norm, finite, finite & (terms.normaliser > 0))
+
+    def to(self, device: torch.device) -> "Verdict":
+        return Verdict(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,8 @@ class Learner:
 
     A step is `learn` for each of its batches, then `update`. Gradients are sums until `update` divides them, once and
     before clipping, by the normaliser of the whole step. Replicas that share a step add up both, their gradients and
-    their `step_terms`, and give each `update` the sum: every one then does what a single learner would have done.
+    their `step_terms`; every one then does what a single learner would have done, with `update` or with its parts
+    (replicas.py).
     """
 
     def __init__(
@@ -188,19 +205,24 @@ class Learner:
         and step counts as they are; on a GPU nothing here waits for it.
         """
         assert self.step_terms is not None, "update without learn"
-        terms, self.step_terms = total or self.step_terms, None
-        scale = 1 / terms.normaliser.clamp(min=1e-12)  # with nothing supervised all gradients are 0
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        terms, parameters = total or self.step_terms, list(self.model.parameters())
+        divide_gradients(parameters, terms.normaliser)
+        verdict = Verdict.of(terms, total_norm(gradient_norms(parameters)))
+        self.apply(lr, verdict, parameters)
+        return StepFigures(terms, verdict.grad_norm, verdict.finite)
+
+    def apply(self, lr: float, verdict: "Verdict", parameters: Sequence[nn.Parameter]) -> None:
+        """Ends the step of these parameters, whose gradients are divided, and forgets all gradients and terms.
+
+        verdict: on this device. Parameters that are left out must have no gradient: the optimiser takes all that have.
+        """
         # A norm that is not finite leaves gradients that are not; no one reads them then.
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        finite = torch.isfinite(terms.loss_sum) & torch.isfinite(grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, verdict.grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        step_if(finite & (terms.normaliser > 0), self.optimizer)
+        step_if(verdict.good, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepFigures(terms, grad_norm, finite)
+        self.step_terms = None
 
     @torch.no_grad()
     def measure_all(self, batch: FeatureBatch) -> Measured:

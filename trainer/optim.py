@@ -4,10 +4,11 @@ Weights stay float32; on CUDA the forward runs in bfloat16 by autocast. (Weights
 went to NaN elsewhere after a few hundred steps at this learning rate.)
 """
 
-# torch's optimisers are partly untyped.
-# pyright: reportUnknownMemberType=false
+# torch's optimisers are partly untyped, and its functions for many tensors at once are not named as public.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateImportUsage=false, reportPrivateUsage=false
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,29 @@ def make_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch
     ]
     fused = all(p.is_cuda for p in parameters.values())
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), fused=fused)
+
+
+def divide_gradients(parameters: Sequence[nn.Parameter], normaliser: Tensor) -> None:
+    """Makes means of gradients that are sums. normaliser: on their device; with 0 all gradients are 0 anyway."""
+    scale = 1 / normaliser.clamp(min=1e-12)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, scale)
+
+
+def gradient_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The norm of each gradient, on its device; those without a gradient have none.
+
+    `total_norm` of them, in the model's order, is to the bit what torch's clip_grad_norm_ returns, wherever each was
+    made.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return list(torch._foreach_norm(gradients)) if gradients else []
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of a whole gradient, made of its tensors' norms, all on one device."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
 def step_if(good: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints written from a thread, while the training goes on.
 
-    with Saver(folder, model, optimizer, keep=2, origin=origin, saved=tell, say=print) as saver:
+    with Saver(folder, replicas.state, keep=2, origin=origin, saved=tell, say=print) as saver:
         for each step: ...; saver.save(progress); saver.poll()
 
 The state is copied to the host at once (snapshot.py); what the disk takes its time for happens in the thread. One write
@@ -18,7 +18,7 @@ import torch
 from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, tidy, write_checkpoint
 from trainer.draft import DraftModel
 from trainer.origin import Origin
-from trainer.snapshot import HostCopy, Snapshot
+from trainer.snapshot import HostCopy, Snapshot, Trained
 
 
 class Saver:
@@ -27,17 +27,23 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        model: DraftModel,
-        optimizer: torch.optim.Optimizer,
+        state: Trained | DraftModel,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         keep: int,
         origin: Origin | None,
         saved: Callable[[Written], None],
         say: Callable[[str], None],
     ) -> None:
-        """saved: called, in the caller's thread, when a checkpoint is on the disk. say: what is odd about others."""
+        """state: what each checkpoint is made of; or a drafter that learns alone, with its optimiser.
+
+        saved: called, in the caller's thread, when a checkpoint is on the disk. say: what is odd about others.
+        """
         self._say, self._said = say, set[str]()
-        self._folder, self._model, self._optimizer = folder, model, optimizer
+        if not isinstance(state, Trained):
+            assert optimizer is not None
+            state = Trained.alone(state, optimizer)
+        self._folder, self._state = folder, state
         self._keep, self._origin, self._saved = keep, origin, saved
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
@@ -47,7 +53,7 @@ class Saver:
     def save(self, progress: Progress, score: Score | None = None) -> None:
         """Starts to write a checkpoint of what the drafter is now. score: how good it is, where that was measured."""
         self.wait()
-        snapshot = self._copy.take(self._model, self._optimizer)
+        snapshot = self._copy.take(self._state)
         self._thread = threading.Thread(target=self._write, args=(snapshot, progress, score), name="checkpoint")
         self._thread.start()
 

@@ -5,12 +5,11 @@ there, and the host waits for nothing. Whoever wants to read them waits for `arr
 """
 
 # torch's optimisers are partly untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,56 @@ from trainer.optim import parameter_names
 from trainer.randomness import random_states
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for each weight
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A drafter with its optimiser, as a checkpoint keeps it; or several equal replicas, of which it keeps one.
+
+    So a checkpoint doesn't say how many there were, nor who had which moments: any others can go on from it.
+    """
+
+    models: Sequence[DraftModel]
+    optimizers: Sequence[torch.optim.Optimizer]
+    keeps: Sequence[frozenset[str]]  # the weights that each optimiser has moments of; all, or a share
+
+    @classmethod
+    def alone(cls, model: DraftModel, optimizer: torch.optim.Optimizer) -> "Trained":
+        return cls((model,), (optimizer,), (frozenset(parameter_names(model)),))
+
+    @property
+    def config(self) -> DraftConfig:
+        return self.models[0].config
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.models[0].state_dict()
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's, by the names of their weights, each where it is; nothing before the first step."""
+        found: dict[str, Tensor] = {}
+        for model, optimizer, keeps in zip(self.models, self.optimizers, self.keeps, strict=True):
+            names = parameter_names(model)
+            for index, held in optimizer.state_dict()["state"].items():
+                if names[index] in keeps:
+                    for key in MOMENTS:
+                        found.setdefault(f"{names[index]}.{key}", held[key])
+        return found
+
+    def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Puts them back into every replica; the moments to those who keep them. Raises KeyError for one that lacks."""
+        for model, optimizer, keeps in zip(self.models, self.optimizers, self.keeps, strict=True):
+            model.load_state_dict(weights)
+            names = parameter_names(model)
+            state: dict[int, dict[str, Tensor]] = {}
+            if moments:
+                # Copies: the optimiser would take the very tensors, and so would the next replica's.
+                state = {
+                    index: {key: moments[f"{name}.{key}"].clone() for key in MOMENTS}
+                    for index, name in enumerate(names)
+                    if name in keeps
+                }
+            # The groups' settings come from the config: a resumed run may have another learning rate.
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 @dataclass(frozen=True)
@@ -46,15 +95,18 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, model: DraftModel, optimizer: torch.optim.Optimizer) -> Snapshot:
-        weights = {name: self._copy(name, tensor) for name, tensor in model.state_dict().items()}
-        moments = {name: self._copy(name, tensor) for name, tensor in optimizer_tensors(model, optimizer).items()}
+    def take(self, state: Trained) -> Snapshot:
+        """On a GPU the current streams must be those that the replicas' updates are queued on."""
+        weights = {name: self._copy(name, tensor) for name, tensor in state.weights().items()}
+        moments = {name: self._copy(name, tensor) for name, tensor in state.moments().items()}
         events: list[torch.cuda.Event] = []
-        for device in {parameter.device for parameter in model.parameters() if parameter.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            events.append(event)
-        return Snapshot(model.config, weights, moments, json.dumps(random_states()).encode(), tuple(events))
+        devices = {parameter.device for model in state.models for parameter in model.parameters()}
+        for device in devices:
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                events.append(event)
+        return Snapshot(state.config, weights, moments, json.dumps(random_states()).encode(), tuple(events))
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -62,10 +114,3 @@ class HostCopy:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-
-
-def optimizer_tensors(model: DraftModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments by the names of their weights; nothing before the first step."""
-    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-    names = parameter_names(model)
-    return {f"{names[i]}.{key}": held[key] for i, held in state.items() for key in MOMENTS}

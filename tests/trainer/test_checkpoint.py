@@ -37,7 +37,7 @@ from trainer.data import Cursor
 from trainer.draft import DraftModel
 from trainer.files import file_digest
 from trainer.optim import make_optimizer
-from trainer.snapshot import HostCopy
+from trainer.snapshot import HostCopy, Trained
 
 
 def trained(steps: int, seed: int = 0) -> tuple[DraftModel, torch.optim.AdamW]:
@@ -190,7 +190,7 @@ def best_name(folder: Path) -> str | None:
 
 def written(folder: Path, step: int, score: Score | None = None, keep: int = 1) -> Written:
     model, optimizer = trained(1)
-    return write_checkpoint(folder, HostCopy().take(model, optimizer), at(step), keep, score=score)
+    return write_checkpoint(folder, HostCopy().take(Trained.alone(model, optimizer)), at(step), keep, score=score)
 
 
 OTHERS = {

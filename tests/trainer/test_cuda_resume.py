@@ -17,7 +17,7 @@ from tiny_runs import assert_same_weights, figures, metrics_of
 from trainer.draft import DraftModel
 from trainer.models import MODEL, is_whole, models_folder
 from trainer.optim import make_optimizer
-from trainer.snapshot import HostCopy
+from trainer.snapshot import HostCopy, Trained
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -90,7 +90,7 @@ def test_a_snapshot_is_of_its_moment_and_the_host_does_not_wait() -> None:
 
     learn()
     copy = HostCopy()
-    copy.take(model, optimizer).arrived()  # the buffers are made
+    copy.take(Trained.alone(model, optimizer)).arrived()  # the buffers are made
     then = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     busy = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
@@ -100,7 +100,7 @@ def test_a_snapshot_is_of_its_moment_and_the_host_does_not_wait() -> None:
     ended.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        snapshot = copy.take(model, optimizer)
+        snapshot = copy.take(Trained.alone(model, optimizer))
         learn()
     finally:
         torch.cuda.set_sync_debug_mode("default")
