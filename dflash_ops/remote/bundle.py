@@ -4,34 +4,37 @@ The command is `python -c BOOT VERB [MARK]`; stdin carries the sources of the mo
 JSON document, so neither a length limit nor a process list ever meets a parameter, and half a document starts nothing.
 """
 
+import functools
 import json
+import re
 from importlib import resources
 from typing import Any
 
 from dflash_ops.command import Command
 
-# The modules each verb needs, in the order of their imports. `start` also carries what a run keeps for itself.
-_NEEDS = {
-    "start": ("answers", "processes", "rundir", "releases", "stop", "supervisor", "view", "start"),
-    "stop": ("answers", "processes", "rundir", "stop"),
-    "report": ("answers", "processes", "rundir", "report"),
-    "follow": ("answers", "processes", "rundir", "follow"),
-    "probe": ("answers", "processes", "rundir", "probe"),
-    "receive": ("answers", "releases", "receive"),
-}
+# `start` also carries what a run keeps for itself; other verbs only what their module imports.
+_ALSO = {"start": ("stop", "supervisor", "view")}
+_IMPORT = re.compile(r"^\s*from dflash_ops\.remote(?:\.(\w+))? import (.+)$", re.MULTILINE)
 
-# Puts the modules into sys.modules under their full names, so that their imports of each other find them there.
+# Makes the modules importable under their full names; each is compiled when it is imported first.
 _BOOT = """
 import json, sys, types
+from importlib.machinery import ModuleSpec
 bundle = json.loads(sys.stdin.buffer.readline())  # one line: what follows is the verb's
-package = types.ModuleType("dflash_ops.remote")
-sys.modules.update({"dflash_ops": types.ModuleType("dflash_ops"), "dflash_ops.remote": package})
-for name, source in bundle["modules"].items():
-    module = sys.modules["dflash_ops.remote." + name] = types.ModuleType("dflash_ops.remote." + name)
-    exec(compile(source, name + ".py", "exec"), module.__dict__)
-    setattr(package, name, module)
-verb = getattr(package, sys.argv[1])
-verb.SOURCES = bundle["modules"]
+modules, package = bundle["modules"], "dflash_ops.remote"
+class Carried:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name.startswith(package + ".") and name[18:] in modules else None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        name = module.__name__[18:]
+        exec(compile(modules[name], name + ".py", "exec"), module.__dict__)
+sys.meta_path.insert(0, Carried())
+sys.modules.update({"dflash_ops": types.ModuleType("dflash_ops"), package: types.ModuleType(package)})
+sys.modules[package].__path__ = []
+verb = __import__(package + "." + sys.argv[1], fromlist=["main"])
+verb.SOURCES = modules
 sys.exit(verb.main(bundle["parameters"]))
 """
 
@@ -43,12 +46,26 @@ def command(
 
     mark: a word that process lists show (the run id), so that others can see what goes on.
     """
-    modules = {name: source(name) for name in _NEEDS[verb]}
+    modules = {name: source(name) for name in needs(verb)}
     document = json.dumps({"modules": modules, "parameters": parameters}).encode() + b"\n"
     words = (python, "-I", "-c", _BOOT, verb, *((mark,) if mark else ()))
     return Command(argv=words, stdin=document, host_prefix=host_prefix)
 
 
+def needs(verb: str) -> list[str]:
+    """The modules that travel for a verb: its own, what it imports of this folder, and what those import."""
+    found: list[str] = []
+    wanted = [*_ALSO.get(verb, ()), verb]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found.append(name)
+            for module, names in _IMPORT.findall(source(name)):
+                wanted += [module] if module else [word.split()[0] for word in names.split("#")[0].split(",")]
+    return found
+
+
+@functools.cache
 def source(name: str) -> str:
     """The source of a module of this folder."""
     return resources.files("dflash_ops.remote").joinpath(f"{name}.py").read_text(encoding="utf-8")
