@@ -1,0 +1,75 @@
+"""`python -m trainer warm CONFIG.toml`: compiles what a training with this config will run, for each drafter's device,
+so that its start finds it in the compile cache. Needs no data and of the target only its config.
+
+Exit codes: 0 done; 3 the config is wrong; 1 anything else.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from trainer.compile_cache import prune, use_compile_cache
+from trainer.config import ConfigFault, TrainConfig, load
+from trainer.draft import DraftModel
+from trainer.draft_config import DraftConfig
+from trainer.estimate import planned
+from trainer.learner import Learner
+from trainer.start import Say, TrainingError, pick_device, target_dtype
+from trainer.threads import make_torch_thread_safe
+from trainer.warm import Warmed, batch_shape, make_learner, warm_up
+
+CONFIG_CODE = 3
+
+
+def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
+    """Warms up the devices of a config's drafters. Raises TargetError, TrainingError."""
+    _, draft, batch, (target_device, device) = planned(config)
+    devices = [pick_device(device)]
+    make_torch_thread_safe(config.train.fx_fix)
+    shape = batch_shape(config, batch.rows, target_dtype(config, torch.device(target_device)))
+    return warm_up([_stand_in(config, draft, device, shape.dtype) for device in devices], shape, say=say)
+
+
+def _stand_in(config: TrainConfig, draft: DraftConfig, device: torch.device, dtype: torch.dtype) -> Learner:
+    """A learner with fresh weights and a head of zeros."""
+    with torch.device(device):
+        model = DraftModel(draft).to(device)
+        head_VH = torch.zeros(draft.vocab_size, draft.hidden_size, dtype=dtype)
+    return make_learner(config, model, head_VH)
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m trainer warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--prune", action="store_true", help="then delete what is kept for other versions, if unused")
+    options = parser.parse_args(words)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    try:
+        warmed = prewarm(load(options.config, options.sets), say)
+    except ConfigFault as fault:
+        print(fault, file=sys.stderr)
+        return CONFIG_CODE
+    except TrainingError as error:
+        raise ValueError(str(error)) from error
+    if not warmed:
+        say("on the CPU nothing is compiled: there is nothing to warm up")
+    pruned = prune(say) if options.prune else []
+    for one in pruned:
+        say(f"deleted {one.folder}: {one.bytes / 2**20:,.0f} MiB")
+    if options.json:
+        cache = use_compile_cache(say) if warmed else None
+        devices = [asdict(one) | {"state": one.state} for one in warmed]
+        gone = {str(one.folder): one.bytes for one in pruned}
+        print(json.dumps({"cache": str(cache) if cache else None, "devices": devices, "pruned": gone}, indent=2))
+    return 0
