@@ -1,0 +1,141 @@
+"""A process that hangs says what its threads do, and ends with a code of its own."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from trainer import watchdog as module
+from trainer.pipeline import Pipeline, Stage
+from trainer.watchdog import STALLED_CODE, Watchdog
+
+BOUND = 30.0  # seconds, for what comes at once
+
+
+class Left(threading.Event):
+    """Stands for os._exit."""
+
+    code: int | None = None
+
+    def __call__(self, code: int) -> None:
+        self.code = code
+        self.set()
+
+
+class Time:
+    """Stands for the module time: counts how often the watchdog has looked, and can leap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.leapt, self.looks = 0.0, 0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.monotonic))
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self.leapt
+
+
+def wait_until(condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
+    end = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        meanwhile()
+        time.sleep(0.002)
+
+
+def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+    left, release, told = Left(), threading.Event(), list[str]()
+
+    def hanging(number: int) -> int:
+        release.wait()
+        return number
+
+    with Pipeline[int](range(9), [Stage("target", [hanging, hanging])], depth=1) as pipeline:
+        caller = threading.Thread(target=list, args=(pipeline,), name="its caller")
+        caller.start()
+        wait_until(lambda: {"source", "the caller"} <= {n for n, w in pipeline.doing().items() if w.startswith("wait")})
+        wait_until(lambda: sum(words.startswith("works on") for words in pipeline.doing().values()) == 2)
+        with Watchdog(0.1, told.append, what="the training", leave=left) as watchdog:
+            watchdog.ask(pipeline.doing)
+            watchdog.ask(lambda: {"drafter-0": str(1 / 0)})
+            assert left.wait(BOUND)
+        release.set()
+        caller.join(BOUND)
+    assert left.code == STALLED_CODE == 14
+    [report] = told
+    assert capfd.readouterr().err == report
+    assert report.startswith("the training stands still: nothing got on for 0.1 s; the process ends with code 14\n")
+    for beginning in (
+        "'target-",
+        "'source' waits to put item 3 among what 'source' has made (1 of at most 1 items wait there; item 2 is next",
+        "'the caller' waits for what 'target' has made (0 of at most 1 items wait there; item 0 is next), for ",
+        "what some threads do can't be told: ZeroDivisionError",
+        *(f"thread {name!r}:" for name in ("MainThread", "source", "target-0", "target-1", "its caller", "watchdog")),
+    ):
+        assert f"\n{beginning}" in report
+    assert "works on item 0, for " in report and "works on item 1, for " in report
+    assert report.count("in hanging\n    release.wait()\n") == 2
+
+
+def test_beats_keep_it_quiet_and_so_does_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, clock = Left(), Time(monkeypatch)
+    with Watchdog(0.2, leave=left) as watchdog:
+        wait_until(lambda: clock.looks > 20, watchdog.beat)  # at 0.025 s
+    assert not left.is_set()
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_process_that_was_stopped_and_goes_on_did_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, clock = Left(), Time(monkeypatch)
+    with Watchdog(0.4, leave=left):
+        clock.leapt = 1e6
+        wait_until(lambda: clock.looks > 2)
+        assert not left.is_set()
+        assert left.wait(BOUND)  # but nothing gets on now
+
+
+def test_zero_is_no_watch() -> None:
+    with Watchdog(0) as watchdog:
+        watchdog.beat()
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("fails", ["hangs", "raises"])
+def test_a_report_that_can_not_be_written_keeps_no_process_alive(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, release = Left(), threading.Event()
+    monkeypatch.setattr(module, "TELLING_SECONDS", 0.05)
+
+    def tell(report: str) -> None:
+        if fails == "raises":
+            raise OSError("the disk is gone")
+        release.wait()
+
+    with Watchdog(0.05, tell, leave=left):
+        assert left.wait(BOUND)
+    release.set()
+
+
+HANGS = """
+import ctypes, threading
+from trainer.watchdog import Watchdog
+
+with Watchdog(0.2, lambda report: print(report.split("\\n")[0], flush=True)) as watchdog:
+    ctypes.PyDLL(None).usleep(800_000)  # with Python's lock, so that no thread of Python runs
+    watchdog.beat()
+    print("went on", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_process_that_hangs_ends_with_code_14() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 14, ended.stderr
+    line = "the process stands still: nothing got on for 0.2 s; the process ends with code 14"
+    assert ended.stdout == f"went on\n{line}\n"
+    # What faulthandler wrote while Python's lock was held, and then the report.
+    of_faulthandler, _, report = ended.stderr.partition(line)
+    assert of_faulthandler.startswith("Timeout (0:00:00.4") and 'File "<string>", line 6 in <module>' in of_faulthandler
+    assert "thread 'MainThread':\n" in report and "threading.Event().wait()" not in of_faulthandler
