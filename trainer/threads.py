@@ -12,7 +12,7 @@ backward is compiled beside another thread's: that is what warming up and `nothi
 # (torch.compiler.set_stance has no types)
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -141,9 +141,13 @@ def _refuse_while_tracing() -> None:
 
 
 @contextlib.contextmanager
-def nothing_compiles(device: torch.device) -> Generator[None]:
-    """Inside, a compilation is an error that names itself, instead of a race or a hang. The CPU compiles nothing."""
-    if device.type != "cuda":
+def nothing_compiles(devices: torch.device | Sequence[torch.device]) -> Generator[None]:
+    """Inside, a compilation is an error that names its guard, instead of a race or a hang, in every thread.
+
+    What is compiled already runs on. devices: of the drafters. The CPU compiles nothing: with it alone nothing is done.
+    """
+    every = [devices] if isinstance(devices, torch.device) else devices
+    if all(device.type == "cpu" for device in every):
         yield
         return
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -70,12 +70,15 @@ def batch_shape(config: TrainConfig, rows: int, dtype: torch.dtype) -> BatchShap
 
 
 def make_learner(config: TrainConfig, model: DraftModel, head_VH: Tensor) -> Learner:
-    """The learner of a drafter as the config wants it. model, head_VH: on the drafter's device."""
+    """The learner of a drafter as the config wants it. model, head_VH: on the drafter's device.
+
+    The head is taken as a plain tensor: dynamo would compile once more for a parameter, which it is on its own device.
+    """
     settings = config.train
     gamma = settings.gamma or default_gamma(model.config.block_size)
     return Learner(
         model,
-        head_VH,
+        head_VH.detach(),
         make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay),
         Weighting(settings.loss, gamma=gamma, alpha=settings.alpha),
         chunk_blocks=settings.chunk_blocks,
