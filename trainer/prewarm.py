@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from trainer.compile_cache import prune, use_compile_cache
-from trainer.config import ConfigFault, TrainConfig, load
+from trainer.config import ConfigFault, TrainConfig, load, micro_rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.estimate import planned
+from trainer.estimate import read_shapes
+from trainer.layout import parse
 from trainer.learner import Learner
-from trainer.start import Say, TrainingError, pick_device, target_dtype
+from trainer.start import Say, TrainingError, target_dtype
 from trainer.threads import make_torch_thread_safe
 from trainer.warm import Warmed, batch_shape, make_learner, warm_up
 
@@ -27,11 +28,18 @@ CONFIG_CODE = 3
 
 def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     """Warms up the devices of a config's drafters. Raises TargetError, TrainingError."""
-    _, draft, batch, (target_device, device) = planned(config)
-    devices = [pick_device(device)]
+    layout = parse(config.layout)
+    dtype = target_dtype(config, torch.device(layout.targets[0][-1]))
+    _, draft = read_shapes(config, dtype.itemsize)
+    # Several on one device share what is compiled.
+    devices = [torch.device(name) for name in dict.fromkeys(layout.drafters)]
+    here = torch.cuda.device_count()
+    for device in devices:
+        if device.type == "cuda" and (device.index or 0) >= here:
+            raise TrainingError(f"layout.drafters names {device}: torch sees {here} GPUs here")
     make_torch_thread_safe(config.train.fx_fix)
-    shape = batch_shape(config, batch.rows, target_dtype(config, torch.device(target_device)))
-    return warm_up([_stand_in(config, draft, device, shape.dtype) for device in devices], shape, say=say)
+    learners = [_stand_in(config, draft, device, dtype) for device in devices]
+    return warm_up(learners, batch_shape(config, micro_rows(config), dtype), say=say)
 
 
 def _stand_in(config: TrainConfig, draft: DraftConfig, device: torch.device, dtype: torch.dtype) -> Learner:
