@@ -18,7 +18,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Literal, cast
@@ -26,7 +26,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from trainer.busy import Busy
+from trainer.busy import Busy, DeviceClock
 from trainer.checksums import checksums
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
@@ -41,7 +41,8 @@ from trainer.streams import Streams
 
 Sharing = Literal["replicated", "sharded"]
 
-WAITING = 1  # batches that wait for a replica, besides the one that it works on
+WAITING = 1  # batches that wait for a replica's thread
+AHEAD = 2  # batches that a GPU has at a time: one at work and one behind it. Each holds its features' memory
 
 
 class Replicas:
@@ -86,6 +87,7 @@ class Replicas:
         many = len(self.learners) > 1
         names = [f"drafter-{number}" if many else "drafter" for number in range(len(self.learners))]
         self._workers = [Worker(name, number, self._work, self.learners[number]) for number, name in enumerate(names)]
+        self.clocks = {name: DeviceClock(learner.device) for name, learner in zip(names, self.learners, strict=True)}
 
     @property
     def model(self) -> DraftModel:
@@ -129,6 +131,7 @@ class Replicas:
         self._settle()
         self._read_checksums()
         self._step += 1
+        self._mark_all(DeviceClock.start)
         terms = self._total()
         self._reduction.sum_gradients(everywhere=not self._sharded)
         for learner, parameters in self._each():
@@ -138,6 +141,7 @@ class Replicas:
             learner.apply(lr, verdict.to(learner.device), parameters)
         if self._sharded:
             self._reduction.spread_weights()
+        self._mark_all(DeviceClock.end)
         figures = StepFigures(terms, verdict.grad_norm, verdict.finite)
         if self._check_every and self._step % self._check_every == 0:
             self._begin_check()
@@ -155,9 +159,24 @@ class Replicas:
         self._beat()
         return replace(measured, terms=_moved(measured.terms, first.device))
 
-    def check(self) -> None:
-        """Proves now that all replicas are equal, and waits for it. Raises TrainingError when they are not."""
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """For what is no training (measuring, saving), between steps: to the clocks it is neither work nor waiting."""
         self._settle()
+        self._mark_all(DeviceClock.skip)
+        try:
+            yield
+        finally:
+            self._mark_all(DeviceClock.skip)
+
+    def check(self) -> None:
+        """Proves now that all replicas are equal, and waits for it; for who is about to save them.
+
+        Raises TrainingError when they are not. Does nothing with check_every 0.
+        """
+        self._settle()
+        if not self._check_every:
+            return
         self._read_checksums()
         self._begin_check()
         self._read_checksums()
@@ -179,6 +198,11 @@ class Replicas:
             phase, seconds = worker.watch.phase
             doing[self._named(worker.index)] = f"{words[phase]}, for {seconds:.1f} s"
         return doing
+
+    def _mark_all(self, mark: Callable[[DeviceClock], None]) -> None:
+        """Only while the threads have nothing to do, as after _settle."""
+        for clock in self.clocks.values():
+            mark(clock)
 
     def _each(self) -> Iterator[tuple[Learner, list[nn.Parameter]]]:
         """Each learner with the parameters that it updates."""
@@ -233,6 +257,7 @@ class Replicas:
 
     def _work(self, worker: Worker, learner: Learner) -> None:
         """What a replica's thread does: learns from its batches until the block is left, or any thread fails."""
+        clock, queued = self.clocks[worker.name], deque[torch.cuda.Event]()
         try:
             with self._streams.current(learner.device):
                 while True:
@@ -241,8 +266,16 @@ class Replicas:
                     if batch is None:
                         return
                     worker.watch.turn("working")
-                    learner.learn(batch.received())
+                    batch = batch.received()
+                    clock.start()
+                    learner.learn(batch)
+                    clock.end()
                     del batch  # it is large, and the next may be long in coming
+                    if learner.device.type == "cuda":
+                        queued.append(torch.cuda.Event(blocking=True))
+                        queued[-1].record(torch.cuda.current_stream(learner.device))
+                        if len(queued) >= AHEAD:
+                            queued.popleft().synchronize()
                     self._done(worker.index)
         except BaseException as error:  # whatever it is, the caller must see it and the others must stop
             self._stop_for(error, worker)
@@ -262,10 +295,10 @@ class Replicas:
             return inbox.popleft()
 
     def _done(self, number: int) -> None:
+        self._beat()
         with self._changed:
             self._at_work[number] = False
             self._changed.notify_all()
-        self._beat()
 
     def _stop_for(self, error: BaseException, worker: Worker) -> None:
         with self._changed:

@@ -1,6 +1,7 @@
 """Replicas: one step of them all is one of a single learner; errors, checkpoints and the proof that they are equal."""
 
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_checkpoint import at
 from test_learner import ROWS, document
 from torch import Tensor
 
+from trainer.checkpoint import restore, write_checkpoint
+from trainer.checksums import checksums
 from trainer.data import Row, make_row
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
@@ -23,7 +27,8 @@ from trainer.optim import make_optimizer
 from trainer.pipeline import Worker
 from trainer.reduction import shards
 from trainer.replicas import Replicas
-from trainer.snapshot import Trained
+from trainer.snapshot import HostCopy, Trained
+from trainer.start import TrainingError
 from trainer.target import TargetModel, load_target
 
 CPU = torch.device("cpu")
@@ -222,3 +227,267 @@ def test_shards_are_even_and_hold_everything_once(sizes: list[int], count: int) 
     loads = [sum(sizes[index] for index in own) for own in found]
     assert max(loads) - min(loads) <= max(sizes)
     assert shards(sizes, count) == found
+
+
+# --- threads ---
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_first_error_of_any_replica_is_raised_with_its_traceback_and_place(
+    target: TargetModel, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners, own, told = learners_of(target, 3), Failure("this one"), list[tuple[str, BaseException]]()
+    batches = [batch_of(target, learners[0], [row], n) for n, row in enumerate(ROWS[:3])]
+
+    def broken(batch: FeatureBatch) -> None:
+        raise own
+
+    def failed(error: BaseException) -> None:
+        told.append((threading.current_thread().name, error))
+        raise RuntimeError("a diagnosis that fails itself")
+
+    monkeypatch.setattr(learners[failing], "learn", broken)
+    with pytest.raises(Failure) as raised, Replicas(learners, failed=failed) as replicas:
+        for _ in range(3):  # sooner or later: the caller is told when it calls again
+            for batch in batches:
+                replicas.learn(batch)
+        replicas.update(1e-2)
+    assert raised.value is own and told == [(f"drafter-{failing}", own)]
+    assert own.__notes__ == [f"raised in the worker drafter-{failing} (cpu)"]
+    assert "broken" in [frame.name for frame in traceback.extract_tb(own.__traceback__)]
+    assert workers_left() == [] and replicas.left_behind == []
+
+
+def test_what_fails_because_all_is_stopping_is_not_told(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    learners, go, first = learners_of(target, 2), threading.Event(), threading.Event()
+    told: list[BaseException] = []
+
+    def fails_first(batch: FeatureBatch) -> None:
+        first.set()
+        raise Failure("the first")
+
+    def fails_later(batch: FeatureBatch) -> None:
+        assert go.wait(60)
+        raise Failure("a later one")
+
+    monkeypatch.setattr(learners[1], "learn", fails_first)
+    monkeypatch.setattr(learners[0], "learn", fails_later)
+    with pytest.raises(Failure, match="the first"), Replicas(learners, failed=told.append) as replicas:
+        replicas.learn(batch_of(target, learners[0], ROWS[:1], 0))
+        replicas.learn(batch_of(target, learners[0], ROWS[:1], 1))
+        try:
+            replicas.update(1e-2)
+        finally:
+            go.set()
+    assert [str(error) for error in told] == ["the first"] and workers_left() == []
+
+
+def test_a_replica_has_one_batch_in_hand_and_one_waiting_and_leaving_early_drops_them(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners, go, began = learners_of(target, 2), threading.Event(), threading.Semaphore(0)
+    learn_of, learned = Learner.learn, list[FeatureBatch]()
+
+    def held(self: Learner, batch: FeatureBatch) -> None:
+        began.release()
+        assert go.wait(60)
+        learned.append(batch)
+        learn_of(self, batch)
+
+    monkeypatch.setattr(Learner, "learn", held)
+    batches = [batch_of(target, learners[0], ROWS[:1], n) for n in (0, 0, 0, 1)]
+    with Replicas(learners) as replicas:
+        assert sorted(workers_left()) == ["drafter-0", "drafter-1"]
+        replicas.learn(batches[0])
+        assert began.acquire(timeout=60)
+        replicas.learn(batches[1])
+        third = threading.Thread(target=lambda: replicas.learn(batches[2]))
+        third.start()
+        third.join(0.1)
+        assert third.is_alive()  # there is no room for it
+        assert replicas.doing()["drafter-0 (cpu)"].startswith("works on a batch, for ")
+        assert replicas.doing()["drafter-1 (cpu)"].startswith("waits for a batch, for ")
+        go.set()
+        third.join(60)
+        assert not third.is_alive()
+        replicas.update(1e-2)
+        assert learned == batches[:3]
+        go.clear()
+        replicas.learn(batches[3])
+        replicas.learn(batches[3])
+        go.set()
+    assert (
+        workers_left() == [] and replicas.left_behind == [] and replicas.doing()["drafter-1 (cpu)"][:9] == "has ended"
+    )
+    with pytest.raises(AssertionError, match="inside the with block"):
+        replicas.update(1e-2)
+
+
+def test_beats_and_clocks_tell_of_the_work_and_not_of_pauses(target: TargetModel) -> None:
+    learners, beats = learners_of(target, 2), list[str]()
+    with Replicas(learners, beat=lambda: beats.append(threading.current_thread().name)) as replicas:
+        learn(replicas, target, ROWS[:3], 2)
+        assert sorted(beats) == ["MainThread", "drafter-0", "drafter-0", "drafter-1"]
+        before = {name: clock.read() for name, clock in replicas.clocks.items()}
+        assert all(busy.working > 0 for busy in before.values())
+        with replicas.paused():
+            replicas.measure_all(batch_of(target, learners[0], ROWS))
+        learn(replicas, target, ROWS[:1], 2)
+        assert replicas.clocks["drafter-1"].read().working > before["drafter-1"].working
+    assert set(replicas.busy()) == set(replicas.clocks) == {"drafter-0", "drafter-1"}
+
+
+@given(data=st.data(), count=st.integers(1, 4), owners=st.lists(st.integers(0, 3), max_size=12))
+def test_whatever_fails_or_stops_order_is_kept_and_no_thread_is_left(
+    target: TargetModel, data: st.DataObject, count: int, owners: list[int]
+) -> None:
+    """Any batches, an error at any of them or at none, and the block left after any."""
+    owners = [owner % count for owner in owners]
+    bad = data.draw(st.one_of(st.none(), st.integers(0, len(owners))))
+    end = data.draw(st.integers(0, len(owners)))
+    learners, learned = learners_of(target, count), list[tuple[int, int]]()
+    rows = row_batch(ROWS[:1], 4, 0)
+    batch = features_of(target, rows, learners[0].model.config, CPU)
+    own = Failure("bad")
+
+    def learning(batch: FeatureBatch) -> None:
+        number, replica = batch.tokens, batch.rows.replica
+        if number == bad:
+            raise own
+        learned.append((replica, number))
+
+    for learner in learners:
+        learner.learn = learning  # type: ignore[method-assign]
+    error: BaseException | None = None
+    try:
+        with Replicas(learners) as replicas:
+            for number, owner in enumerate(owners[:end]):
+                replicas.learn(replace(batch, tokens=number, rows=replace(rows, replica=owner)))
+            if data.draw(st.booleans()):
+                with replicas.paused():
+                    assert len(learned) == end
+    except Failure as raised:
+        error = raised
+    assert workers_left() == [] and replicas.left_behind == []
+    for replica in range(count):
+        numbers = [number for owner, number in learned if owner == replica]
+        given_to = [number for number, owner in enumerate(owners[:end]) if owner == replica]
+        assert numbers == given_to[: len(numbers)]
+    assert error is None or (error is own and bad is not None and bad < end)
+
+
+# --- the proof that they are equal ---
+
+
+@pytest.mark.parametrize("optimizer", ["replicated", "sharded"])
+def test_replicas_that_differ_by_a_bit_are_found_and_named(target: TargetModel, optimizer: Any) -> None:
+    learners = learners_of(target, 3)
+    weights = dict(learners[2].model.named_parameters())
+    message = r"after step 12 drafter-0 \(cpu\) and drafter-2 \(cpu\) are not equal any more: they differ in "
+    with Replicas(learners, optimizer=optimizer, check_every=4, steps_done=10) as replicas:
+        learn(replicas, target, ROWS, 3)
+        learn(replicas, target, ROWS, 3)  # it is proved that they were equal
+        bit = weights["layers.0.mlp.up_proj.weight"].detach().view(torch.int32)
+        bit[3, 5] ^= 1
+        later = weights["layers.0.mlp.down_proj.weight"].detach()
+        later[1], later[0] = later[0].clone(), later[1].clone()  # the same values in other places
+        with pytest.raises(TrainingError, match=message + r"layers.0.mlp.up_proj.weight and 1 more\."):
+            replicas.check()
+
+
+def test_a_difference_is_told_one_step_after_the_check_at_the_latest(target: TargetModel) -> None:
+    learners = learners_of(target, 2)
+    with Replicas(learners, check_every=2, steps_done=1) as replicas:
+        for step in (2, 3):
+            learn(replicas, target, ROWS, 2)
+            if step == 2:
+                learners[1].model.fc.weight.detach()[0, 0] += 1  # just after that check
+        learn(replicas, target, ROWS, 2)
+        with pytest.raises(TrainingError, match=r"after step 4 .* they differ in "):
+            learn(replicas, target, ROWS, 2)
+    # From the start, too: weights that were loaded in one and not in the other.
+    with Replicas(learners, check_every=2) as replicas, pytest.raises(TrainingError, match="after step 0"):
+        learn(replicas, target, ROWS, 2)
+    with Replicas(learners) as replicas:  # not asked for
+        learn(replicas, target, ROWS, 2)
+        replicas.check()
+        replicas.spread()
+    with Replicas(learners, check_every=1) as replicas:
+        learn(replicas, target, ROWS, 2)
+        replicas.check()
+
+
+@given(
+    size=st.integers(1, 50), chunk=st.integers(1, 20), place=st.integers(0, 49), other=st.integers(0, 49),
+    bit=st.integers(0, 31), seed=st.integers(0, 100),
+)  # fmt: skip
+def test_a_checksum_is_of_each_bit_in_its_place(
+    size: int, chunk: int, place: int, other: int, bit: int, seed: int
+) -> None:
+    place, other = place % size, other % size
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    flipped, swapped = values.clone(), values.clone()
+    flipped.view(torch.int32)[place] ^= (1 << bit) - (1 << 32) * (bit == 31)
+    swapped[place], swapped[other] = values[other], values[place]
+    found = checksums([values, flipped, swapped, values.clone()], chunk)
+    assert found.dtype == torch.int64 and found[0] != found[1] and found[0] == found[3]
+    assert (found[0] == found[2]) == (place == other)
+    assert checksums([values.double(), values.bfloat16()], chunk).shape == (2,)
+
+
+# --- checkpoints ---
+
+
+def test_a_checkpoint_of_any_replicas_is_the_same_and_any_go_on_from_it(
+    target: TargetModel, tmp_path: Path, soak: bool
+) -> None:
+    before, after = steps_of(3, steps=2), steps_of(3, steps=3)[2:]
+    kinds: list[tuple[int, Any]] = [(2, "replicated"), (2, "sharded"), (3, "sharded"), (1, "replicated")]
+    whole: dict[int, dict[str, Tensor]] = {}
+    for count, optimizer in kinds:
+        learners = learners_of(target, count)
+        with Replicas(learners, optimizer=optimizer) as replicas:
+            for rows in before:
+                learn(replicas, target, rows, count)
+            write_checkpoint(tmp_path / f"{count}-{optimizer}", HostCopy().take(replicas.state), at(2), keep=1)
+            for rows in after:
+                learn(replicas, target, rows, count)
+        whole[count] = bits(replicas.state)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (tmp_path / name / "step-00000002" / file for name in ("2-replicated", "2-sharded"))
+        assert one.read_bytes() == other.read_bytes()
+    every = [(saved, count, optimizer) for saved in (2, 3) for count, optimizer in kinds]
+    for saved, count, optimizer in every if soak else [every[0], every[1], every[2], every[7]]:
+        learners = learners_of(target, count, seed=5)
+        with Replicas(learners, optimizer=optimizer, check_every=1, steps_done=2) as replicas:
+            assert restore(tmp_path / f"{saved}-sharded" / "step-00000002", replicas.state) == at(2)
+            for rows in after:
+                learn(replicas, target, rows, count)
+            replicas.check()
+            ended = bits(replicas.state)
+        if saved == count:
+            assert_same_bits(ended, whole[count])
+        for name, tensor in whole[saved].items():  # else the gradients are added up in another order
+            torch.testing.assert_close(ended[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_fresh_state_has_no_moments_and_the_optimisers_share_no_tensor(target: TargetModel, tmp_path: Path) -> None:
+    learners = learners_of(target, 2)
+    with Replicas(learners) as replicas:
+        write_checkpoint(tmp_path, HostCopy().take(replicas.state), at(0), keep=2)
+        learn(replicas, target, ROWS, 2)
+        write_checkpoint(tmp_path, HostCopy().take(replicas.state), at(1), keep=2)
+        assert restore(tmp_path / "step-00000000", replicas.state) == at(0)
+        assert not any(learner.optimizer.state for learner in learners)
+        restore(tmp_path / "step-00000001", replicas.state)
+    held = [
+        tensor.data_ptr()
+        for learner in learners
+        for kept in learner.optimizer.state.values()
+        for tensor in kept.values()
+    ]
+    assert len(set(held)) == len(held) > 0
