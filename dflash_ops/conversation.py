@@ -52,11 +52,30 @@ class Conversation:
     def hear(self, *, timeout: float | None = None) -> bytes | None:
         """The next line without its line break; None when the command has ended its output."""
         self._read(lambda: b"\n" in self._out, self._timeout if timeout is None else timeout)
-        if not self._out:
-            return None
-        text, _, rest = bytes(self._out).partition(b"\n")
-        self._out = bytearray(rest)
-        return text
+        return self._line() if self._out else None
+
+    def heard(self) -> list[bytes]:
+        """The whole lines that have come meanwhile; does not wait."""
+        if not self._ended:
+            out, err, self._ended = self._process.read(0)
+            self._out += out
+            self._err += err
+        lines: list[bytes] = []
+        while b"\n" in self._out:
+            lines.append(self._line())
+        return lines
+
+    def take(self, count: int, *, timeout: float | None = None) -> bytes:
+        """The next bytes, at most `count`; none when the command has ended its output."""
+        self._read(lambda: bool(self._out), self._timeout if timeout is None else timeout)
+        part = bytes(memoryview(self._out)[:count])
+        del self._out[:count]
+        return part
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command is known to have ended its output, which may still hold lines."""
+        return self._ended
 
     @contextlib.contextmanager
     def beating(self) -> Generator[None, None, None]:
@@ -88,6 +107,12 @@ class Conversation:
         """Lets go of it: its stdin ends, and nobody waits."""
         self._process.close_stdin()
         self._process.end()
+
+    def _line(self) -> bytes:
+        end = self._out.find(b"\n")
+        text = bytes(self._out if end < 0 else memoryview(self._out)[:end])
+        del self._out[: len(text) + 1]  # from the front, which costs nothing
+        return text
 
     def _read(self, enough: Callable[[], bool], limit: float) -> None:
         deadline = time.monotonic() + limit

@@ -58,7 +58,7 @@ def test_a_day_of_deploys(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("{}\n")
     assert b"/shared/data/data.jsonl\n" in cli("put", str(file), "shared/data/").stdout
-    assert json.loads(cli("put", str(file), "shared/data/", "--json").stdout)["sent"] == 3
+    assert json.loads(cli("put", str(file), "shared/data/", "--json").stdout)["unchanged"] == 1
 
 
 def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
 
 def test_help_names_every_verb(cli: Cli) -> None:
     text = cli("--help").stdout.decode()
-    verbs = ("deploy", "releases", "rollback", "put", "exec", "sandbox", "train", "gpu-status")
+    verbs = ("deploy", "releases", "rollback", "put", "get", "exec", "sandbox", "train", "gpu-status")
     assert [verb for verb in verbs if f"  {verb} " not in text] == []
 
 

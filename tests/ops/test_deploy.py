@@ -1,4 +1,4 @@
-"""deploy, releases, rollback and put, through ssh, pct push and the container's own Python."""
+"""deploy, releases and rollback, through ssh, pct push and the container's own Python."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from conftest import Box, Cli
 
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
-from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, UsageFault, VerificationError
+from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, VerificationError
 from dflash_ops.release import Manifest, Release
 from dflash_ops.sandbox.session import HOME
 from dflash_ops.shell import Shell
@@ -242,51 +242,3 @@ def test_a_push_that_lies_is_found_out(shell: Shell, box: Box, source: Source, b
     bashrc("")
     assert [(item.id, item.current) for item in verbs.releases(shell, box.container)] == [(first.release, True)]
     assert listing(shell, box.container, f"{box.container.path}/incoming") == []
-
-
-# -- put
-
-
-def test_put_into_shared(shell: Shell, anywhere: Container, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / ODD
-    one.write_bytes(b"1" * 1000)
-    two.write_bytes(b"2")
-    assert verbs.put(shell, anywhere, [one], "shared/data/renamed").paths == (f"{anywhere.path}/shared/data/renamed",)
-    done = verbs.put(shell, anywhere, [one, two], f"{anywhere.path}/shared/new folder/")
-    assert done.sent == 1001
-    assert [line for line in listing(shell, anywhere, f"{anywhere.path}/shared") if line.startswith("-")] == [
-        "-rw-r--r-- root 1 new folder/" + ODD + " ",
-        "-rw-r--r-- root 1000 data/renamed ",
-        "-rw-r--r-- root 1000 new folder/one ",
-    ]
-    one.write_bytes(b"longer than before")
-    verbs.put(shell, anywhere, [one], "shared/data/renamed")
-    out = shell.run(anywhere, Command(("cat", f"{anywhere.path}/shared/data/renamed"))).out
-    assert out == b"longer than before"
-
-
-def test_put_says_what_it_can_not_do(shell: Shell, box: Box, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("x")
-    with pytest.raises(NotFoundError, match="no such file to put"):
-        verbs.put(shell, box.container, [tmp_path], "shared/data/")
-    with pytest.raises(OpsError, match=r"that is a folder .*end it with /"):
-        verbs.put(shell, box.container, [file], "shared/data")
-    shell.run(box.container, Command(("ln", "-s", "/etc", f"{box.container.path}/shared/out")), check=True)
-    with pytest.raises(OpsError, match="would leave shared/"):
-        verbs.put(shell, box.container, [file], "shared/out/x")
-
-
-@pytest.mark.parametrize(
-    "target", ["data/x", "/etc/x", "shared/../x", "shared", "releases/x", "shared//etc/x", "shared/a/../../b"]
-)
-def test_put_stays_below_shared(target: str) -> None:
-    with pytest.raises(UsageFault, match="only below shared/"):
-        verbs.shared_names("/opt/it", ["x"], target)
-
-
-def test_several_files_need_a_folder() -> None:
-    assert verbs.shared_names("/opt/it", ["a", "b"], "/opt/it/shared/d/") == ["d/a", "d/b"]
-    assert verbs.shared_names("/opt/it", ["a"], "shared/") == ["a"]
-    with pytest.raises(UsageFault, match="several files need a folder"):
-        verbs.shared_names("/opt/it", ["a", "b"], "shared/d")
