@@ -93,6 +93,9 @@ def scalars(record: StepRecord) -> dict[str, float]:
     cycles = record.decoded_histogram or {}
     found |= {f"decoded_cycles/{tau:02d}": count / sum(cycles.values()) for tau, count in cycles.items()}
     found |= {f"queue/{name}": waiting for name, waiting in (record.queues or {}).items()}
+    for name, seconds in (record.workers or {}).items():
+        if total := seconds.working + seconds.waiting:
+            found[f"waiting/{name}"] = seconds.waiting / total
     return {tag: float(value) for tag, value in found.items() if value is not None}
 
 

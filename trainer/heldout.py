@@ -4,13 +4,14 @@
 # pyright: reportUnknownMemberType=false
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from trainer.acceptance import summarise
 from trainer.features import FeatureBatch
-from trainer.learner import Learner, Measured
+from trainer.learner import Measured
 from trainer.loss import LossTerms
 
 
@@ -23,20 +24,33 @@ class HeldoutFigures:
     cycle_accept: float  # tokens a cycle of a walk through each answer, bonus token included, mean over the answers
 
 
-def heldout_figures(learner: Learner, batches: Iterable[FeatureBatch], stop: threading.Event) -> HeldoutFigures | None:
-    """Measures all held-out batches; None when `stop` cut the measurement."""
+class Measures(Protocol):
+    """A Learner, or Replicas."""
+
+    def measure_all(self, batch: FeatureBatch) -> Measured: ...
+
+
+def heldout_figures(
+    drafters: Measures, batches: Iterable[FeatureBatch], stop: threading.Event, *, late: int = 1
+) -> HeldoutFigures | None:
+    """Measures all held-out batches; None when `stop` cut the measurement.
+
+    late: how many batches are queued before the answers of the first are waited for: one for each drafter, so that all
+    have something to do. Sums are made in the batches' order, whoever measures them.
+    """
     total: LossTerms | None = None
     answers: list[list[int]] = []
-    before: Measured | None = None
+    waiting: deque[Measured] = deque()
     for batch in batches:
         if stop.is_set():
             return None
-        measured = learner.measure_all(batch)
+        measured = drafters.measure_all(batch)
         total = measured.terms if total is None else total + measured.terms
-        if before:  # one batch late: the device has this one to do meanwhile
-            answers += before.answers()
-        before = measured
-    assert total is not None and before is not None, "held-out data has at least one row"
-    answers += before.answers()
+        waiting.append(measured)
+        if len(waiting) > late:
+            answers += waiting.popleft().answers()
+    assert total is not None, "held-out data has at least one row"
+    for measured in waiting:
+        answers += measured.answers()
     loss, _, accept = cast(list[float], total.figures().tolist())
     return HeldoutFigures(loss, accept, summarise(answers).macro)

@@ -7,7 +7,7 @@ what was compiled for training. Nothing is drawn at random, so the training goes
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,8 +53,8 @@ class HeldoutDecoder:
         self._target, self._drafter = target, LiveDrafter(model, device, target)
         self._prompts, self._tokens = prompts, tokens
 
-    def measure(self, stop: threading.Event) -> CycleFigures | None:
-        """Acceptance over all prompts; None when `stop` cut the measurement."""
+    def measure(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> CycleFigures | None:
+        """Acceptance over all prompts; None when `stop` cut the measurement. beat: called after each cycle."""
         answers: list[list[int]] = []
         for prompt in self._prompts:
             decoding = SpeculativeDecoding(self._target, self._drafter, prompt, self._tokens)
@@ -62,6 +62,7 @@ class HeldoutDecoder:
                 if stop.is_set():
                     return None
                 decoding.cycle()
+                beat()
             answers.append(decoding.decoded().accepted)
         return summarise(answers)
 

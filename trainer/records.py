@@ -43,12 +43,22 @@ class Status(Record):
     """Steps of the whole training that changed nothing, because their loss or gradient was not finite."""
     tokens_per_s: float | None = None
     """Tokens per second since the record before (tokens as in StepRecord)."""
+    advice: str | None = None
+    """What would make the training faster, by what the workers waited for; None: nothing stands out, or not yet known."""
     checkpoint: str | None = None
     """Name of the newest checkpoint in checkpoints/."""
     updated_at: str
     """RFC 3339, UTC."""
     error: str | None = None
     """Why the training failed, one line."""
+
+
+class WorkerSeconds(Record):
+    """What a worker's time went into. On a GPU it is the time of the worker's queue there, else that of its thread."""
+
+    working: float
+    waiting: float
+    """For something to work on, or for room for what it made."""
 
 
 class StepRecord(Record):
@@ -76,6 +86,8 @@ class StepRecord(Record):
     """Such tokens per second, over the steps since the record before."""
     queues: dict[str, int] | None = None
     """Batches that each thread of the pipeline has made and nobody has taken yet."""
+    workers: dict[str, WorkerSeconds] | None = None
+    """Of each target worker and each drafter: seconds since the record before."""
     memory_mib: float | None = None
     """Most memory used so far: allocated by torch on the GPU; on the CPU the process's resident set."""
     seconds: float

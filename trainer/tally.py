@@ -9,7 +9,7 @@ a measurement, a checkpoint and the end they are read at once. On the CPU there 
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainer.feed import StepSource
 from trainer.heldout import HeldoutFigures
 from trainer.journal import Clock, Journal, now
 from trainer.learner import Figures, StepFigures
-from trainer.records import StepRecord
+from trainer.records import StepRecord, WorkerSeconds
 from trainer.start import Say, TrainingError
 
 MOST_SKIPPED_IN_A_ROW = 5  # as many steps that are not finite stop the training
@@ -40,6 +40,15 @@ class Step:
     decoded: CycleFigures | None = None  # by real decoding after it
 
 
+@dataclass(frozen=True)
+class Load:
+    """How busy the workers are."""
+
+    queues: dict[str, int]  # batches that each stage has made and nobody has taken yet
+    workers: dict[str, WorkerSeconds]  # since it was asked for the last time
+    advice: str | None = None  # what would make the training faster
+
+
 class Tally:
     """Reads the figures of steps in their order."""
 
@@ -49,13 +58,15 @@ class Tally:
         *,
         devices: Sequence[torch.device],
         log_every: int,
+        load: Callable[[], Load],
         skipped: int = 0,
         skipped_in_a_row: Sequence[str] = (),
         say: Say,
     ) -> None:
-        """devices: whose memory is told, the drafter's first. skipped, skipped_in_a_row: as Progress has them."""
+        """devices: whose memory is told, a drafter's first. load: asked once for each record. skipped, skipped_in_a_row: as Progress has them."""
         self.skipped, self.skipped_in_a_row = skipped, tuple(skipped_in_a_row)
         self._journal, self._devices, self._log_every, self._say = journal, devices, log_every, say
+        self._load = load
         self._late = 1 if devices[0].type == "cuda" else 0
         self._waiting: deque[Step] = deque()
         self._clock = Clock()
@@ -64,12 +75,12 @@ class Tally:
         """For measuring and saving, once all is settled: not counted in tokens per second."""
         return self._clock.paused()
 
-    def add(self, step: Step, queues: dict[str, int]) -> None:
-        """Takes a step, and settles those that it is time for. queues: batches that wait in each."""
+    def add(self, step: Step) -> None:
+        """Takes a step, and settles those that it is time for."""
         self._waiting.append(step)
-        self.settle(queues, leave=self._late)
+        self.settle(leave=self._late)
 
-    def settle(self, queues: dict[str, int], leave: int = 0) -> None:
+    def settle(self, leave: int = 0) -> None:
         """Reads the figures of all steps but the last `leave`, and waits for them.
 
         Raises TrainingError when five in a row were skipped.
@@ -88,7 +99,7 @@ class Tally:
                 or step.decoded
             )
             if told or not figures.finite:
-                self._journal.record(self._record(step, figures, queues))
+                self._tell(step, figures)
             if len(self.skipped_in_a_row) >= MOST_SKIPPED_IN_A_ROW:
                 raise TrainingError(
                     f"{len(self.skipped_in_a_row)} steps in a row had a loss or gradient that is not finite: "
@@ -110,7 +121,15 @@ class Tally:
         self.skipped_in_a_row += (str(step.source),)
         self._say(f"loss {figures.loss}, gradient norm {figures.grad_norm} at {step.source}")
 
-    def _record(self, step: Step, figures: Figures, queues: dict[str, int]) -> StepRecord:
+    def _tell(self, step: Step, figures: Figures) -> None:
+        load = self._load()
+        self._journal.record(self._record(step, figures, load))
+        if load.advice != self._journal.status.advice:
+            self._journal.update(advice=load.advice)
+            if load.advice:
+                self._say(load.advice)
+
+    def _record(self, step: Step, figures: Figures, load: Load) -> StepRecord:
         learned = figures.finite
         return StepRecord(
             step=step.source.step,
@@ -123,7 +142,8 @@ class Tally:
             skipped=self.skipped,
             tokens=step.tokens,
             tokens_per_s=self._clock.lap(),
-            queues=queues,
+            queues=load.queues,
+            workers=load.workers,
             memory_mib=memory_mib(self._devices),
             seconds=self._clock.seconds(),
             time=now(),

@@ -5,29 +5,33 @@ config and data give the same losses, and a resumed run repeats the uninterrupte
 """
 
 import contextlib
+import copy
 import threading
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from trainer import sizes
-from trainer.blocks import TILE
-from trainer.checkpoint import Progress, Score, Written, judge, load_checkpoint, read_state
-from trainer.config import TrainConfig, default_gamma, idle_keys
+from trainer.checkpoint import Progress, Score, Written, judge, read_state, restore
+from trainer.config import TrainConfig, idle_keys
+from trainer.devices import listed, plus
 from trainer.diagnosis import explain
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
 from trainer.heldout import heldout_figures
 from trainer.journal import Journal
-from trainer.learner import Learner, features_of
+from trainer.layout import check_layout, parse
 from trainer.live import HeldoutDecoder, heldout_prompts, measuring
 from trainer.locks import locked
-from trainer.loss import Weighting
-from trainer.optim import learning_rate, make_optimizer
+from trainer.optim import learning_rate
 from trainer.origin import changes_since, origin_of
-from trainer.pipeline import Pipeline
+from trainer.pipeline import Pipeline, Stage
 from trainer.randomness import seed_all
 from trainer.records import RunDir
+from trainer.replicas import Replicas
 from trainer.saving import Saver
 from trainer.start import (
     Say,
@@ -39,17 +43,16 @@ from trainer.start import (
     draft_config,
     find_checkpoint,
     fresh_drafter,
-    pick_device,
     place_after,
     soft_cost_line,
     start_weights,
-    target_dtype,
 )
+from trainer.streams import Streams
 from trainer.tally import Step, Tally
-from trainer.target import load_target
 from trainer.threads import make_torch_thread_safe, nothing_compiles
-
-DEPTH = 2  # batches that wait between two threads
+from trainer.warm import batch_shape, make_learner, warm_up
+from trainer.watchdog import Watchdog
+from trainer.workers import Meter, TargetWorker, load_targets
 
 Outcome = Literal["finished", "stopped"]
 
@@ -99,63 +102,69 @@ def _train(
     stop: threading.Event,
     say: Say,
 ) -> Outcome:
-    settings = config.train
-    device = pick_device(settings.device)
-    target_device = pick_device(settings.target_device or settings.device)
-    if device.type == "cuda" and config.data.row_tokens % TILE:
-        raise TrainingError(f"data.row_tokens {config.data.row_tokens}: on a GPU it must be a multiple of {TILE}")
-
-    for line in idle_keys(config):
-        say(line)
+    settings, layout = config.train, parse(config.layout)
+    devices = [torch.device(name) for name in layout.drafters]
+    replicas_count = len(devices)
 
     # What is wrong is told before hours of preparation.
+    for line in (*idle_keys(config), *check_layout(config, layout)):
+        say(line)
     check_paths(config)
     earlier = find_checkpoint(run, resume, say)
     if earlier and init_from:
         say(f"--init-from {init_from} does nothing: the training goes on from {earlier}")
 
     # What is learned from, and by whom.
-    target = load_target(config.target.path, target_device, target_dtype(config, target_device))
+    targets = load_targets(config, layout)
+    target = targets[0]
     if reason := sizes.too_long(target.config, config.data.row_tokens):
         raise TrainingError(f"the target {config.target.path}: {reason}")
     check_fits(config, target, earlier)
     data, heldout = data_of(config, target, run, stop, say)
-    feed = Feed(config, data, heldout)
+    feed = Feed(config, data, heldout, replicas_count)
     for line in feed.report:
         say(line)
     draft = draft_config(config, target, [data, heldout] if heldout else [data], earlier)
+    learns_distribution = settings.objective != "cross-entropy"
+    if learns_distribution:
+        say(soft_cost_line(config, draft))
 
     # Before anything compiles, and before there are threads.
     safety = make_torch_thread_safe(settings.fx_fix)
     if safety.left:
         say(str(safety))
 
-    model = fresh_drafter(draft, settings.seed).to(device)
-    optimizer = make_optimizer(model, lr=settings.lr, weight_decay=settings.weight_decay)
-    learner = Learner(
-        model,
-        target.head_weight.to(device),
-        optimizer,
-        Weighting(settings.loss, gamma=settings.gamma or default_gamma(draft.block_size), alpha=settings.alpha),
-        chunk_blocks=settings.chunk_blocks,
-        clip=settings.clip,
-        objective=settings.objective,
-    )
-    learns_distribution = settings.objective != "cross-entropy"
-    if learns_distribution:
-        say(soft_cost_line(config, draft))
-
     # Where it starts.
-    origin = origin_of(config, device)
-    if earlier:
-        progress = load_checkpoint(earlier, model, optimizer)
-        say(f"resuming from {earlier} at step {progress.step}")
-        if before := read_state(earlier).origin:
-            for line in changes_since(before, origin):
-                say(line)
-    else:
+    origin = origin_of(config, devices[0])
+    model = fresh_drafter(draft, settings.seed)
+    before = read_state(earlier) if earlier else None
+    if before is None:
         seed_all(settings.seed)
         start_weights(model, init_from or config.init_from, say, target)
+    heads = {each.device: each.head_weight for each in reversed(targets)}
+    learners = [
+        make_learner(config, copy.deepcopy(model).to(device), heads.setdefault(device, target.head_weight.to(device)))
+        for device in devices
+    ]
+    streams = Streams(devices)
+    watchdog = Watchdog(config.layout.stall_seconds, lambda report: stalled(journal, report), what="the training")
+    replicas = Replicas(
+        learners,
+        optimizer=config.layout.optimizer,
+        reduce=config.layout.reduce,
+        check_every=config.layout.check_every,
+        steps_done=before.progress.step if before else 0,
+        streams=streams,
+        failed=explain,
+        beat=watchdog.beat,
+    )
+    if earlier:
+        progress = restore(earlier, replicas.state)
+        say(f"resuming from {earlier} at step {progress.step}")
+        if before and before.origin:
+            for line in changes_since(before.origin, origin):
+                say(line)
+    else:
         progress = Progress(step=0, row=0, data_digest=data.digest, packing=feed.rows.packing)
     cursor = place_after(progress, feed.rows, say)
     is_own = earlier is not None and earlier.parent == run.checkpoints
@@ -166,103 +175,153 @@ def _train(
             say(line)
     journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
     say(
-        f"training {sum(p.numel() for p in model.parameters()):,} weights on {device}, target {config.target.path} on "
-        f"{target_device}: {len(data):,} conversations, about {feed.rows.about_rows:,} rows an epoch, "
-        f"{settings.rows_per_step} rows of {config.data.row_tokens} tokens and {settings.anchors} blocks a row a step"
+        f"training {sum(p.numel() for p in model.parameters()):,} weights on {listed(layout.drafters)}, target "
+        f"{config.target.path} on {', '.join(map(plus, layout.targets))}: {len(data):,} conversations, about "
+        f"{feed.rows.about_rows:,} rows an epoch, {settings.rows_per_step} rows of {config.data.row_tokens} tokens and "
+        f"{settings.anchors} blocks a row a step"
     )
-
-    def features(rows: RowBatch) -> FeatureBatch:
-        rows = rows.pinned() if target_device.type == "cuda" else rows
-        return features_of(target, rows, draft, device, anchors=settings.anchors, teacher=learns_distribution)
 
     def saved(written: Written) -> None:
         journal.update(checkpoint=written.path.name)
         say(f"saved {written.path.name}{', the best so far' if written.best else ''}")
 
-    if device.type == "cuda" and progress.step < settings.steps:
-        first = next(Feed(config, data, heldout).batches(progress.step, cursor))
-        learner.warm_up(features(first))  # in this thread alone: see threads.py
+    def still_wanted() -> None:
+        watchdog.beat()
+        if stop.is_set():
+            raise Stopped
 
     decoder = None
     if heldout and settings.decode_every:
         prompts = heldout_prompts(
             heldout, target, settings.decode_prompts, settings.decode_tokens, block=draft.block_size
         )
-        decoder = HeldoutDecoder(target, model, device, prompts, settings.decode_tokens)
+        decoder = HeldoutDecoder(target, learners[0].model, devices[0], prompts, settings.decode_tokens)
 
-    # The loop. The feed and the target work ahead in their own threads; the drafter learns in this one.
-    journal.update(state="training")
-    tally = Tally(
-        journal,
-        devices=(device, target_device),
-        log_every=settings.log_every,
-        skipped=progress.skipped,
-        skipped_in_a_row=progress.skipped_in_a_row,
-        say=say,
-    )
+    # The workers: the feed and the targets work ahead in their own threads, and each drafter learns in its own.
+    places = [[torch.device(name) for name in names] for names in layout.targets]
+    workers = [
+        TargetWorker(each, draft, place, devices, anchors=settings.anchors, teacher=learns_distribution)
+        for each, place in zip(targets, places, strict=True)
+    ]
+    target_stage = Stage("target", workers)
     source = feed.batches(progress.step, cursor)
     with (
-        nothing_compiles(device),
-        Saver(run.checkpoints, model, optimizer, keep=settings.keep, origin=origin, saved=saved, say=say) as saver,
-        Pipeline[FeatureBatch](source, [("target", features)], DEPTH, failed=explain) as pipeline,
+        streams.current(),
+        watchdog,
+        Saver(run.checkpoints, replicas.state, keep=settings.keep, origin=origin, saved=saved, say=say) as saver,
     ):
-        last_saved = progress.step if is_own else None
-        if earlier and not is_own:
-            # From here on the run can do without the earlier one.
-            saver.save(progress, read_state(earlier).score)
-            last_saved = progress.step
-        elif earlier and progress.step == settings.steps:
-            saver.tidy(earlier)  # which no save will do any more
-        results = iter(pipeline)
-        score: Score | None = None  # of the last step
-        for step in range(progress.step + 1, settings.steps + 1):
-            if stop.is_set():
-                break
-            lr = learning_rate(step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio)
-            tokens = 0
-            for batch in islice(results, feed.batches_per_step):
-                learner.learn(batch)
-                tokens += batch.tokens
-            figures = learner.update(lr)
-
-            measured = None
-            if feed.measures_after(step) and not stop.is_set():
-                tally.settle(pipeline.depths())
-                figures.read()  # waits for the step, which is training, before what is none begins
-                with tally.paused():
-                    measured = heldout_figures(learner, islice(results, feed.heldout_batches), stop)
-            decoded = None
-            if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
-                tally.settle(pipeline.depths())
-                figures.read()
-                with tally.paused():
-                    decoded = decoder.measure(stop)
-            score = scores.score(measured, decoded) if scores else None
-            rows = feed.source(step)
-            tally.add(Step(rows, lr, tokens, figures, measured, decoded), pipeline.depths())
-            progress = Progress(
-                step=step,
-                row=rows.after.row,
-                cursor=rows.after,
-                data_digest=data.digest,
-                packing=feed.rows.packing,
+        finish_loading([*devices, *(device for place in places for device in place)])
+        if progress.step < settings.steps:
+            shape = batch_shape(config, feed.micro_rows, target.dtype)
+            warm_up(learners, shape, say=say, check=still_wanted)
+        with (
+            nothing_compiles(devices),
+            replicas,
+            Pipeline[FeatureBatch](
+                source,
+                [target_stage],
+                config.layout.depth * replicas_count,
+                config.layout.queue_mib * 2**20 * replicas_count,
+                size=waiting_bytes,
+                failed=explain,
+                beat=watchdog.beat,
+            ) as pipeline,
+        ):
+            watchdog.ask(pipeline.doing)
+            watchdog.ask(replicas.doing)
+            meter = Meter(
+                layout,
+                dict(zip(target_stage.workers(), (worker.clock for worker in workers), strict=True)),
+                replicas.clocks,
+                queues=pipeline.depths,
+                threads=lambda: {**pipeline.busy(), **replicas.busy()},
+                most_drafters=settings.rows_per_step,
             )
-            # What is decoded is saved too: else its score were for nothing.
-            if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
-                tally.settle(pipeline.depths())
-                # While steps are skipped nothing is learned, and an older checkpoint may be better than these weights.
-                if not tally.skipped_in_a_row:
-                    with tally.paused():
-                        saver.save(tally.noted(progress), score)
-                    last_saved = step
-                    journal.update(step=step)
-            saver.poll()
-        # Here and not below: the threads may take long to stop, or never do.
-        tally.settle(pipeline.depths())
-        if last_saved != progress.step:
-            saver.save(tally.noted(progress), score)
-            journal.update(step=progress.step)
-        saver.wait()
-    for name in pipeline.left_behind:
+            tally = Tally(
+                journal,
+                devices=[*devices, *(device for place in places for device in place)],
+                log_every=settings.log_every,
+                load=meter.load,
+                skipped=progress.skipped,
+                skipped_in_a_row=progress.skipped_in_a_row,
+                say=say,
+            )
+            journal.update(state="training")
+            last_saved = progress.step if is_own else None
+            if before and not is_own:
+                # From here on the run can do without the earlier one.
+                saver.save(progress, before.score)
+                last_saved = progress.step
+            elif earlier and progress.step == settings.steps:
+                saver.tidy(earlier)  # which no save will do any more
+            results = iter(pipeline)
+            score: Score | None = None  # of the last step
+            for step in range(progress.step + 1, settings.steps + 1):
+                if stop.is_set():
+                    break
+                lr = learning_rate(step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio)
+                tokens = 0
+                for batch in islice(results, feed.batches_per_step):
+                    replicas.learn(batch)
+                    tokens += batch.tokens
+                figures = replicas.update(lr)
+
+                measured = None
+                if feed.measures_after(step) and not stop.is_set():
+                    tally.settle()
+                    figures.read()  # waits for the step, which is training, before what is none begins
+                    with tally.paused(), replicas.paused():
+                        heldout_batches = islice(results, feed.heldout_batches)
+                        measured = heldout_figures(replicas, heldout_batches, stop, late=replicas_count)
+                decoded = None
+                if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
+                    tally.settle()
+                    figures.read()
+                    with tally.paused(), replicas.paused():
+                        decoded = decoder.measure(stop, watchdog.beat)
+                score = scores.score(measured, decoded) if scores else None
+                rows = feed.source(step)
+                tally.add(Step(rows, lr, tokens, figures, measured, decoded))
+                progress = Progress(
+                    step=step,
+                    row=rows.after.row,
+                    cursor=rows.after,
+                    data_digest=data.digest,
+                    packing=feed.rows.packing,
+                )
+                # What is decoded is saved too: else its score were for nothing.
+                if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
+                    tally.settle()
+                    # While steps are skipped nothing is learned, and an older checkpoint may be better.
+                    if not tally.skipped_in_a_row:
+                        with tally.paused(), replicas.paused():
+                            saver.save(tally.noted(progress), score)
+                        last_saved = step
+                        journal.update(step=step)
+                saver.poll()
+            # Here and not below: the threads may take long to stop, or never do.
+            tally.settle()
+            if last_saved != progress.step:
+                saver.save(tally.noted(progress), score)
+                journal.update(step=progress.step)
+            saver.wait()
+    for name in (*pipeline.left_behind, *replicas.left_behind):
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
+
+
+def finish_loading(devices: Iterable[torch.device]) -> None:
+    """Waits for what was queued on the devices' first streams: what comes is queued on others."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def waiting_bytes(batch: RowBatch | FeatureBatch) -> int:
+    """What a batch takes of a drafter's memory while it waits."""
+    return batch.device_bytes() if isinstance(batch, FeatureBatch) else 0
+
+
+def stalled(journal: Journal, report: str) -> None:
+    """The record of a training that the watchdog ends."""
+    journal.update(state="failed", error=report.split("\n")[0])

@@ -39,7 +39,7 @@ def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
 def test_missing_data_is_told_before_the_target_is_loaded(
     key: str, content: str | None, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.train.load_target", never)
+    monkeypatch.setattr("trainer.train.load_targets", never)
     path = tmp_path / "data"
     if content:
         path.mkdir()

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from tiny import conversations, tiny_toml, write_jsonl
 from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
 
-import trainer.train as module
+import trainer.workers as module
 from trainer.checkpoint import load_drafter, newest_good_checkpoint, read_state, save_drafter
 from trainer.config import load
-from trainer.learner import Learner, StepFigures
+from trainer.features import FeatureBatch
+from trainer.learner import Learner
 from trainer.records import RunDir, checkpoint_name
 from trainer.train import TrainingError, train
 
@@ -136,14 +137,14 @@ def test_a_training_that_has_blown_up_takes_no_good_checkpoint_away(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an overflow leaves: gradients that are not finite while the loss still is."""
-    update, count = Learner.update, iter(range(1, 99))
+    learn, count = Learner.learn, iter(range(1, 99))
 
-    def blowing_up(learner: Learner, lr: float) -> StepFigures:
+    def blowing_up(learner: Learner, batch: FeatureBatch) -> None:
+        learn(learner, batch)
         if next(count) >= 5:
             next(learner.model.parameters()).grad.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
-        return update(learner, lr)
 
-    monkeypatch.setattr(Learner, "update", blowing_up)
+    monkeypatch.setattr(Learner, "learn", blowing_up)
     config = config_of(tiny_folder, train__steps=30, train__checkpoint_every=2, train__keep=1)
     lines: list[str] = []
     with pytest.raises(TrainingError):

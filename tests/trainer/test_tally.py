@@ -16,9 +16,9 @@ from trainer.heldout import HeldoutFigures
 from trainer.journal import Journal
 from trainer.learner import Figures, StepFigures
 from trainer.prepared import Prepared
-from trainer.records import RunDir, read_metrics
+from trainer.records import RunDir, WorkerSeconds, read_metrics, read_status
 from trainer.start import TrainingError
-from trainer.tally import Step, Tally
+from trainer.tally import Load, Step, Tally
 
 DATA = cast(Prepared, SimpleNamespace(place=lambda line: f"data:{line}"))  # pyright: ignore[reportUnknownLambdaType]
 
@@ -42,12 +42,18 @@ class Bench:
         self.lines: list[str] = []
         self.run = RunDir(folder)
         self.journal = Journal(self.run, 10, self.lines.append)
-        self.tally = Tally(self.journal, devices=[torch.device(device)], log_every=3, say=self.lines.append, **more)  # pyright: ignore[reportArgumentType]
+        self.advice: str | None = None
+        self.tally = Tally(
+            self.journal, devices=[torch.device(device)], log_every=3, say=self.lines.append, load=self.load, **more
+        )  # pyright: ignore[reportArgumentType]
+
+    def load(self) -> Load:
+        return Load({"source": 1, "target": 2}, {"target": WorkerSeconds(working=3.0, waiting=1.0)}, self.advice)
 
     def add(self, number: int, *, finite: bool = True, heldout: HeldoutFigures | None = None) -> None:
         source = StepSource(number, (number - 1,), ((number,),), Cursor(row=number), DATA)
         figures = cast(StepFigures, Fake(number, self.read, finite=finite))
-        self.tally.add(Step(source, 1e-3, 100, figures, heldout), {"source": 1, "target": 2})
+        self.tally.add(Step(source, 1e-3, 100, figures, heldout))
 
     def told(self) -> list[int]:
         return [record.step for record in read_metrics(self.run.metrics.read_bytes())]
@@ -63,7 +69,7 @@ def test_on_a_gpu_a_step_is_read_once_the_next_is_queued(tmp_path: Path) -> None
     for number in range(1, 5):
         bench.add(number)
         assert bench.read == list(range(1, number))
-    bench.tally.settle({})
+    bench.tally.settle()
     assert bench.read == [1, 2, 3, 4]
     assert bench.told() == [1, 3]
 
@@ -103,11 +109,12 @@ def test_the_first_the_last_a_measured_and_a_skipped_step_are_told_in_any_case(t
     for number in range(1, 11):
         heldout = HeldoutFigures(4.0, 1.25, 1.5) if number == 5 else None
         bench.add(number, finite=number != 7, heldout=heldout)
-    bench.tally.settle({})
+    bench.tally.settle()
     assert bench.told() == [1, 3, 5, 6, 7, 9, 10]
     record = read_metrics(bench.run.metrics.read_bytes())[2]
     assert (record.loss, record.heldout_loss, record.heldout_accept, record.heldout_cycle_accept) == (5, 4, 1.25, 1.5)
     assert (record.queues, record.memory_mib, record.tokens) == ({"source": 1, "target": 2}, 12.5, 100)
+    assert record.workers == {"target": WorkerSeconds(working=3.0, waiting=1.0)}
     assert record.accuracy_by_slot == (0.5, None) and record.tokens_per_s > 0
     skipped = read_metrics(bench.run.metrics.read_bytes())[4]
     assert (skipped.step, skipped.skipped, skipped.lr, skipped.tokens) == (7, 1, 1e-3, 100)
@@ -141,3 +148,14 @@ def test_the_process_memory_is_told_where_there_is_no_gpu(monkeypatch: pytest.Mo
     after = module.memory_mib([torch.device("cpu")])
     assert before is not None and after is not None and before > 10
     assert after >= before and held.numel() == 64 * 2**20
+
+
+def test_advice_is_said_when_it_changes_and_kept_in_the_status(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "cpu")
+    for number, advice in enumerate([None, None, "add a target", "add a target", "add a target", None, "raise"], 1):
+        bench.advice = advice
+        bench.add(number, finite=number not in (3, 4))
+        status = read_status(bench.run.status.read_bytes())
+        expected = {1: None, 2: None, 6: None, 7: None}.get(number, "add a target")
+        assert status is not None and status.advice == expected
+    assert [line for line in bench.lines if line in ("add a target", "raise")] == ["add a target"]

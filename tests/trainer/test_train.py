@@ -24,6 +24,7 @@ from trainer.features import FeatureBatch
 from trainer.learner import Learner, Measured
 from trainer.live import HeldoutDecoder
 from trainer.records import RunDir, checkpoint_name, read_metrics
+from trainer.replicas import Replicas
 from trainer.saving import Saver
 from trainer.tally import Tally
 from trainer.train import TrainingError, train
@@ -86,7 +87,7 @@ def test_speed_is_that_of_training_alone(tiny_folder: Path, tmp_path: Path, monk
         monkeypatch.setattr(kind, name, watched)
 
     monkeypatch.setattr(Tally, "paused", pausing)
-    watched = [(Learner, "learn"), (Learner, "update"), (Learner, "measure_all"), (HeldoutDecoder, "measure")]
+    watched = [(Learner, "learn"), (Replicas, "update"), (Learner, "measure_all"), (HeldoutDecoder, "measure")]
     for kind, name in [*watched, (Saver, "save")]:
         watch(kind, name)
     changes = {"train__eval_every": 1, "train__decode_every": 1, "train__decode_prompts": 1, "train__decode_tokens": 2}
@@ -120,7 +121,7 @@ def test_the_same_config_gives_the_same_weights_whatever_the_threads_do(
     config = config_of(tiny_folder, train__steps=12, train__eval_every=5)
     train(config, tmp_path / "one", say=silent)
 
-    import trainer.train as module
+    import trainer.workers as module
 
     features_of = module.features_of
 
@@ -250,7 +251,7 @@ def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: P
         ({"draft__target_layer_ids": [1, 9]}, TrainingError, "the target has layers 0..5"),
         ({"draft__mask_token_id": 64}, TrainingError, r"occurs 86 times in the data, first in train\.jsonl:1"),
         ({"data__train": "/nowhere.jsonl"}, DataError, "can't be read"),
-        ({"train__device": "cuda:77"}, TrainingError, "device cuda:77 is not here"),
+        ({"layout__drafters": ["cuda:77"]}, TrainingError, "layout.drafters names cuda:77: torch sees "),
     ],
 )
 def test_what_does_not_fit_fails_and_says_so_in_the_status(
@@ -270,7 +271,7 @@ def test_nothing_to_resume_is_an_error(tiny_folder: Path, tmp_path: Path) -> Non
 def test_an_error_in_the_target_thread_reaches_the_caller(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import trainer.train as module
+    import trainer.workers as module
 
     features_of, calls = module.features_of, list[int]()
 
@@ -290,7 +291,7 @@ def test_an_error_in_the_target_thread_reaches_the_caller(
 def test_a_target_that_hangs_does_not_take_a_stops_checkpoint_away(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import trainer.train as module
+    import trainer.workers as module
 
     features_of, calls, release = module.features_of, list[int](), threading.Event()
 
@@ -378,10 +379,10 @@ def test_a_log_that_nobody_reads_any_more_loses_no_step(long_config: Path, tmp_p
 
 
 HANGING = """
-import os, signal, sys, torch, trainer.pipeline, trainer.train
+import os, signal, sys, torch, trainer.pipeline, trainer.workers
 from trainer.__main__ import leave, main
 
-features_of, calls = trainer.train.features_of, []
+features_of, calls = trainer.workers.features_of, []
 trainer.pipeline.JOIN_SECONDS = 0.1
 
 def hanging(*args, **named):
@@ -393,7 +394,7 @@ def hanging(*args, **named):
             product = (product @ product).tanh()
     return features_of(*args, **named)
 
-trainer.train.features_of = hanging
+trainer.workers.features_of = hanging
 leave(main())
 """
 

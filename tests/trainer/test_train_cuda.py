@@ -31,8 +31,8 @@ def test_no_thread_waits_for_the_device_between_two_steps(
     """torch refuses whatever waits for all that is queued; to wait for the event of one step is none of that."""
     add, strict = Tally.add, list[int]()
 
-    def strictly(tally: Tally, step: Step, queues: dict[str, int]) -> None:
-        add(tally, step, queues)
+    def strictly(tally: Tally, step: Step) -> None:
+        add(tally, step)
         if 3 <= step.source.step < 18:
             strict.append(step.source.step)
         torch.cuda.set_sync_debug_mode("error" if 3 <= step.source.step < 18 else "default")

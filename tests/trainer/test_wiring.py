@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer import start as start_module
 from trainer import train as module
+from trainer import warm, workers
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch, RowBatch
 from trainer.learner import Learner
@@ -36,7 +37,7 @@ class Given:
         self.seeds: list[int] = []
         self.steps: list[Step] = []
         self.model: DraftModel | None = None
-        given, features_of, add = self, module.features_of, Tally.add
+        given, features_of, add = self, workers.features_of, Tally.add
         prepared_data = start_module.prepared_data
 
         class Watched(Learner):
@@ -69,12 +70,12 @@ class Given:
             given.seeds.append(seed)
             return fresh_drafter(draft, seed)
 
-        def watched_add(tally: Tally, step: Step, queues: dict[str, int]) -> None:
+        def watched_add(tally: Tally, step: Step) -> None:
             given.steps.append(step)
-            add(tally, step, queues)
+            add(tally, step)
 
-        monkeypatch.setattr(module, "Learner", Watched)
-        monkeypatch.setattr(module, "features_of", watched_features)
+        monkeypatch.setattr(warm, "Learner", Watched)
+        monkeypatch.setattr(workers, "features_of", watched_features)
         monkeypatch.setattr(module, "fresh_drafter", watched_draw)
         monkeypatch.setattr(start_module, "prepared_data", watched_data)
         monkeypatch.setattr(Tally, "add", watched_add)

@@ -29,7 +29,9 @@ def metrics_of(run: Path) -> list[StepRecord]:
 
 def figures(records: list[StepRecord]) -> list[dict[str, object]]:
     """What must repeat: everything but times, queues and memory."""
-    return [r.model_dump(exclude={"tokens_per_s", "seconds", "time", "queues", "memory_mib"}) for r in records]
+    return [
+        r.model_dump(exclude={"tokens_per_s", "seconds", "time", "queues", "workers", "memory_mib"}) for r in records
+    ]
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
