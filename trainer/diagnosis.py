@@ -43,6 +43,7 @@ def diagnosis(error: BaseException) -> str:
     """The report, of several lines. Made where the error is caught, it shows what the other threads are doing then."""
     lines = [
         f"torch's tracer or compiler failed in the thread {threading.current_thread().name!r}: {_headline(error)}",
+        *(f"guard: {guard}" for guard in guards(error)),
         f"advice: {advice(error)}",
         f"versions: {_versions()}",
         f"fix: {_fix()}",
@@ -70,8 +71,14 @@ def advice(error: BaseException) -> str:
 
     text, fix = " ".join(map(str, _chain(error))), installed()
     if "fail_on_recompile" in text or "ecompil" in type(error).__name__:
+        why = (
+            "the guards tell what each form that there is does not fit by"
+            if guards(error)
+            else "there is no form of it"
+        )
         return (
-            "something was to be compiled after the warm-up: the guard named above tells which shape or setting is new"
+            f"something was to be compiled after the warm-up: {why}. `python -m trainer warm CONFIG` shows whether the "
+            f"warm-up itself works; if it does, report this"
         )
     if fix is None or fix.fix != "per-thread":
         return "train.fx_fix is not per-thread: set it, or leave it out"
@@ -80,6 +87,12 @@ def advice(error: BaseException) -> str:
             f"this torch has faults that could not be repaired ({', '.join(fix.left)}): use one that is known to work"
         )
     return "`python -m trainer selftest threads` shows whether the repairs hold here; if they do, report this"
+
+
+def guards(error: BaseException) -> list[str]:
+    """What each compiled form of a function did not fit by, when a compilation was refused; newest form first."""
+    lines = [line.strip() for one in _chain(error) for line in str(one).splitlines()]
+    return list(dict.fromkeys(line.removeprefix("- ") for line in lines if re.match(r"(- )?\d+/\d+: ", line)))
 
 
 def tracing_threads() -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer import threads
 from trainer.diagnosis import advice, concerns_compiler, diagnosis, explain
 from trainer.fx_faults import Turns, in_threads
-from trainer.pipeline import Pipeline
+from trainer.pipeline import Pipeline, Stage
 from trainer.threads import make_torch_thread_safe
 
 
@@ -110,13 +110,36 @@ def test_only_errors_of_the_compiler_are_explained_and_once() -> None:
     assert concerns_compiler(wrapped)
 
 
-def test_an_error_of_the_warm_up_is_told_as_such() -> None:
-    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
-    compiled(torch.ones(1))
-    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError) as caught:
-        compiled(torch.ones(3))
-    assert concerns_compiler(caught.value)
-    assert "after the warm-up" in advice(caught.value)
+def refused_compilation(warmed_up: tuple[int, ...]) -> RuntimeError:
+    """Of a worker's thread, whose function was compiled for these sizes and is called with another one."""
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False, fullgraph=True)
+    for size in warmed_up:
+        compiled(torch.ones(size))
+
+    def work() -> None:
+        threading.current_thread().name = "drafter-1"
+        try:
+            compiled(torch.ones(3))
+        except Exception as error:
+            explain(error)
+            raise
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        (error,) = in_threads(work)
+    assert isinstance(error, RuntimeError) and concerns_compiler(error)
+    return error
+
+
+def test_a_compilation_after_the_warm_up_names_the_worker_the_guard_and_what_to_do() -> None:
+    error = refused_compilation((1, 2))
+    told = error.__notes__[0].splitlines()
+    assert "in the thread 'drafter-1'" in told[0]
+    assert told[1].startswith("guard: ") and "/1: " in told[1] and told[1].endswith("expected 2, actual 3")
+    assert told[2].startswith("guard: ") and "/0: " in told[2] and told[2].endswith("expected 1, actual 3")
+    assert "after the warm-up: the guards tell" in told[3] and "python -m trainer warm" in told[3]
+    never = refused_compilation(())
+    assert "after the warm-up: there is no form of it" in never.__notes__[0].splitlines()[1]
+    assert advice(error) == told[3].removeprefix("advice: ")
 
 
 def test_the_advice_goes_by_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +157,7 @@ def test_a_stage_that_fails_in_the_tracer_says_so_from_its_own_thread() -> None:
 
     with (
         pytest.raises(torch.fx.proxy.TraceError) as caught,
-        Pipeline([1, 2], [("target", stage)], 1, failed=explain) as pipeline,
+        Pipeline([1, 2], [Stage("target", [stage])], depth=1, failed=explain) as pipeline,
     ):
         list(pipeline)
     assert "failed in the thread 'target'" in caught.value.__notes__[0]
@@ -148,5 +171,8 @@ def test_a_diagnosis_that_fails_hides_nothing() -> None:
     def failed(error: BaseException) -> None:
         raise RuntimeError("of the diagnosis")
 
-    with pytest.raises(ValueError, match="the real one"), Pipeline([1], [("s", stage)], 1, failed=failed) as pipeline:
+    with (
+        pytest.raises(ValueError, match="the real one"),
+        Pipeline([1], [Stage("s", [stage])], depth=1, failed=failed) as pipeline,
+    ):
         list(pipeline)
