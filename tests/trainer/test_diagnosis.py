@@ -112,6 +112,7 @@ def test_only_errors_of_the_compiler_are_explained_and_once() -> None:
 
 def refused_compilation(warmed_up: tuple[int, ...]) -> RuntimeError:
     """Of a worker's thread, whose function was compiled for these sizes and is called with another one."""
+    torch._dynamo.reset()
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False, fullgraph=True)
     for size in warmed_up:
         compiled(torch.ones(size))
