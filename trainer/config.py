@@ -219,10 +219,8 @@ class TrainConfig(Section):
     layout: LayoutSection = LayoutSection()
 
     @model_validator(mode="after")
-    def _drafters_to_share(self) -> "TrainConfig":
-        where = devices.drafters(self.layout.drafters)
-        rows, allowed = self.train.rows_per_step, self.layout.allow_shared_device
-        if why := devices.fault(where, rows=rows, allow_shared=allowed, reduce=self.layout.reduce):
+    def _workers_that_fit(self) -> "TrainConfig":
+        if why := self.unfit(devices.all_workers(self.layout.targets), devices.drafters(self.layout.drafters)):
             raise ValueError(why)
         return self
 
@@ -231,6 +229,13 @@ class TrainConfig(Section):
         if self.train.decode_every and self.data.heldout is None:
             raise ValueError("train.decode_every needs data.heldout: its prompts are what is decoded")
         return self
+
+    def unfit(self, targets: Sequence[devices.Devices], drafters: devices.Devices) -> str | None:
+        """Why these targets and drafters, the layout's, can't train by this config, as far as their names tell."""
+        layout, rows = self.layout, self.train.rows_per_step
+        return devices.fault(
+            targets, drafters, rows=rows, allow_shared=layout.allow_shared_device, reduce=layout.reduce
+        )
 
 
 def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None = None) -> TrainConfig:
@@ -343,12 +348,16 @@ def micro_rows(config: TrainConfig) -> int:
     return config.train.micro_rows or -(-config.train.rows_per_step // len(devices.drafters(config.layout.drafters)))
 
 
+def forwards(config: TrainConfig) -> int:
+    """Forwards of a step, of all drafters together: drafter r of R learns from the rows r, r + R, r + 2R, ..."""
+    rows, size, count = config.train.rows_per_step, micro_rows(config), len(devices.drafters(config.layout.drafters))
+    return sum(-(-len(range(drafter, rows, count)) // size) for drafter in range(count))
+
+
 def _padding_line(config: TrainConfig) -> str | None:
     """Rows of padding that a step's forwards are filled up with, if any."""
-    rows, size = config.train.rows_per_step, micro_rows(config)
-    count = len(devices.drafters(config.layout.drafters))
-    forwards = sum(-(-len(range(drafter, rows, count)) // size) for drafter in range(count))
-    if not (padding := forwards * size - rows):
+    rows, size, count = config.train.rows_per_step, micro_rows(config), len(devices.drafters(config.layout.drafters))
+    if not (padding := forwards(config) * size - rows):
         return None
     shared = f" shared by {count} drafters" if count > 1 else ""
     return (

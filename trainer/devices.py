@@ -50,8 +50,11 @@ def drafters(words: Iterable[str]) -> Devices:
     return tuple(devices[0] for devices in found)
 
 
-def fault(drafters: Devices, *, rows: int, allow_shared: bool, reduce: str) -> str | None:
-    """Why these drafters can't share steps of `rows` rows, or None."""
+def fault(targets: Sequence[Devices], drafters: Devices, *, rows: int, allow_shared: bool, reduce: str) -> str | None:
+    """Why these workers can't share steps of `rows` rows, or None."""
+    for key, names in (("targets", {name for place in targets for name in place}), ("drafters", set(drafters))):
+        if "cpu" in names and any(name.startswith("cuda") for name in names):
+            return f"layout.{key} mixes CPU and GPUs, whose results differ by rounding: name either"
     if len(drafters) > rows:
         return (
             f"layout.drafters names {len(drafters)} drafters, but a step has {rows} rows (train.rows_per_step), and "

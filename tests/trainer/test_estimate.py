@@ -19,12 +19,14 @@ from trainer.config import TrainConfig, load
 from trainer.data import Document, make_row
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.estimate import CHUNK_SHARE, MIB, Batch, batch_bytes, drafter_parts, dry_run, memory, planned, read_shapes
+from trainer.estimate import dry_run, planned, read_shapes
 from trainer.feed import row_batch
 from trainer.learner import features_of
+from trainer.memory import CHUNK_SHARE, MIB, Batch, batch_bytes, drafter_parts, memory
+from trainer.spread import spread
 from trainer.start import TrainingError, soft_cost_line
 from trainer.target import TargetError, load_target
-from trainer.train import DEPTH, train
+from trainer.train import train
 
 SIZES = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
@@ -91,8 +93,8 @@ def test_the_page_tells_shapes_weights_and_tokens(tiny_folder: Path, capsys: pyt
 
 
 def test_a_gpu_is_planned_for_where_there_is_none(tiny_folder: Path) -> None:
-    text = tiny_toml(tiny_folder / "target", "no-data-yet.jsonl", data__row_tokens=128, train__device="cuda:7")
-    page = dry_run(load(text.encode(), ["train.target_device=cuda:6"]))
+    text = tiny_toml(tiny_folder / "target", "no-data-yet.jsonl", data__row_tokens=128, layout__drafters=["cuda:7"])
+    page = dry_run(load(text.encode(), ['layout.targets=["cuda:6"]']))
     assert "bfloat16 on cuda:6" in page
     assert "memory    cuda:6:" in page
     assert "memory    cuda:7:" in page
@@ -120,14 +122,15 @@ TOTAL = re.compile(r"memory    (\S+): ([\d,]+) MiB")
 
 
 def gpu_config(folder: Path, *sets: str, row_tokens: int = 128) -> TrainConfig:
-    changes: dict[str, Any] = {"data__row_tokens": row_tokens, "train__device": "cuda:0"}
+    changes: dict[str, Any] = {"data__row_tokens": row_tokens, "layout__targets": ["cuda:0"]}
+    changes["layout__drafters"] = ["cuda:0"]
     return load(tiny_toml(folder, "none.jsonl", **changes).encode(), sets)
 
 
 def parts_of(config: TrainConfig) -> dict[str, float]:
     """Bytes by part, on all devices."""
-    target, draft, batch, devices = planned(config)
-    parts = memory(target, draft, weights_of(draft), batch, config, *devices)
+    target, draft, batch, layout = planned(config)
+    parts = memory(target, draft, batch, config, layout)
     return {part.what: part.bytes for held in parts.values() for part in held}
 
 
@@ -166,7 +169,7 @@ def test_the_page_s_memory_is_what_whole_trainings_used(
     shape, the preset. The issue allows 15%; of what the estimate adds up, one part less is mostly less than that.
     """
     own = f'preset = "qwen3-4b"\n[target]\npath = "{qwen3_4b}"\n[data]\ntrain = "none.jsonl"\n[train]\nsteps = 3\n'
-    page = dry_run(load(own.encode(), ["train.device=cuda:0", *sets]))
+    page = dry_run(load(own.encode(), ['layout.targets=["cuda:0"]', 'layout.drafters=["cuda:0"]', *sets]))
     (device, total), (told,) = TOTAL.findall(page)[0], re.findall(r"will show about ([\d,]+) MiB", page)
     assert device == "cuda:0"
     assert int(total.replace(",", "")) == pytest.approx(allocated, rel=0.05)
@@ -189,7 +192,7 @@ def test_what_is_held_is_counted_from_the_real_things(dtype: str, soft: bool, ti
     tensors = [batch.features_BSF, batch.anchor_embeds_BNH, batch.final_BSH]
     tensors += [getattr(batch.blocks, field.name) for field in fields(batch.blocks)]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-    assert parts[f"{DEPTH + 2} batches of features"] == pytest.approx((DEPTH + 2) * held, rel=0.1)
+    assert parts["4 batches of features"] == pytest.approx(4 * held, rel=0.1)
 
 
 def test_a_target_in_float32_makes_all_that_comes_of_it_wider(qwen3_4b: Path) -> None:
@@ -197,7 +200,7 @@ def test_a_target_in_float32_makes_all_that_comes_of_it_wider(qwen3_4b: Path) ->
         parts_of(gpu_config(qwen3_4b, f"target.dtype={dtype}", "train.chunk_blocks=1000", "train.anchors=2048"))
         for dtype in ("bfloat16", "float32")
     )
-    for what in ("target's weights", f"{DEPTH + 2} batches of features"):
+    for what in ("target's weights", "4 batches of features"):
         assert wide[what] == pytest.approx(2 * narrow[what], rel=0.2)
     step = next(what for what in narrow if what.startswith("a forward"))
     # The logits double, and so does the stream of block tokens; what autocast makes of it does not.
@@ -232,8 +235,115 @@ def test_blocks_are_filled_up_to_whole_tiles_on_a_gpu(tiny_folder: Path) -> None
         parts_of(gpu_config(tiny_folder / "target", f"train.anchors={anchors}")) for anchors in (4, 32, 33)
     )
     assert few == filled and few != more
-    on_cpu = [parts_of(gpu_config(tiny_folder / "target", "train.device=cpu", f"train.anchors={n}")) for n in (4, 32)]
+    cpu = ('layout.targets=["cpu"]', 'layout.drafters=["cpu"]')
+    on_cpu = [parts_of(gpu_config(tiny_folder / "target", *cpu, f"train.anchors={n}")) for n in (4, 32)]
     assert on_cpu[0] != on_cpu[1]
+
+
+# --- layouts ---
+
+
+def memory_of(config: TrainConfig) -> dict[str, dict[str, float]]:
+    """MiB by device and part."""
+    target, draft, batch, layout = planned(config)
+    parts = memory(target, draft, batch, config, layout)
+    return {device: {part.what: part.bytes / MIB for part in held} for device, held in parts.items()}
+
+
+def layout_config(folder: Path, targets: list[str], drafters: list[str], *sets: str) -> TrainConfig:
+    changes: dict[str, Any] = {"layout__targets": targets, "layout__drafters": drafters, "data__row_tokens": 4096}
+    text = tiny_toml(folder, "none.jsonl", draft__layers=5, draft__captured=5, draft__block=16, **changes)
+    return load(text.encode(), ["train.micro_rows=1", "train.anchors=512", "train.rows_per_step=8", *sets])
+
+
+def test_many_devices_have_what_each_of_two_has(qwen3_4b: Path) -> None:
+    two = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"]))
+    many = memory_of(layout_config(qwen3_4b, ["cuda:0-4"], ["cuda:5-7"]))
+    assert list(many) == [f"cuda:{place}" for place in range(8)]
+    assert all(many[f"cuda:{place}"] == two["cuda:0"] for place in range(5))
+    # Two of the five targets may be making a batch for one drafter at a time.
+    five = two["cuda:1"].pop("4 batches of features") / 4 * 5
+    for place in (5, 6, 7):
+        assert many[f"cuda:{place}"].pop("5 batches of features") == pytest.approx(five)
+        assert many[f"cuda:{place}"] == two["cuda:1"]
+
+
+def test_a_shared_device_holds_weights_of_the_target_once(qwen3_4b: Path) -> None:
+    one = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:0"]))["cuda:0"]
+    shared = ["layout.allow_shared_device=true", "train.rows_per_step=24"]
+    many = memory_of(layout_config(qwen3_4b, ["cuda:0", "cuda:0"], ["cuda:0"] * 3, *shared))["cuda:0"]
+    assert many["target's weights"] == one["target's weights"] and "target's head" not in many
+    assert many["target's forward, of 2 targets"] == 2 * one["target's forward"]
+    for what in ("drafter's weights, float32", "AdamW's moments", "4 batches of features"):
+        assert many[f"{what}, of 3 drafters"] == 3 * one[what]
+
+
+def test_a_spread_target_has_its_layers_in_shares(qwen3_4b: Path) -> None:
+    whole = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:3"]))
+    spread = memory_of(layout_config(qwen3_4b, ["cuda:0+1+2"], ["cuda:3"]))
+    shares = [spread[f"cuda:{place}"]["target's weights, a share of its layers"] for place in range(3)]
+    head = whole["cuda:3"]["target's head"]
+    assert sum(shares) == pytest.approx(whole["cuda:0"]["target's weights"] + head)  # its head is tied
+    assert shares[1] + head == pytest.approx(shares[0], abs=0.1) == pytest.approx(shares[2], abs=0.1)
+    assert spread["cuda:3"] == whole["cuda:3"]
+    beside = memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:1"]))  # where the head is
+    assert "target's head" not in beside["cuda:1"]
+    assert "target's head" in memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:0"]))["cuda:0"]
+
+
+def test_a_spread_target_s_weights_are_those_that_are_put_there(tiny_folder: Path) -> None:
+    """Counted, and placed: "meta" is the second device."""
+    model = load_target(tiny_folder / "target").model
+    config = gpu_config(tiny_folder / "target", 'layout.targets=["cuda:0+1"]', "target.dtype=float32")
+    counted = planned(config)[0].spread(2)
+    spread(model, [torch.device("cpu"), torch.device("meta")])
+    for device, expected in zip(("cpu", "meta"), counted, strict=True):
+        found = sum(p.numel() for p in model.parameters() if p.device.type == device)
+        assert found == pytest.approx(expected, abs=64)  # the last norm
+
+
+def test_a_sharded_optimiser_keeps_a_share_of_the_moments(qwen3_4b: Path) -> None:
+    drafters = ["cuda:1-3"]
+    whole = memory_of(layout_config(qwen3_4b, ["cuda:0"], drafters))["cuda:1"]
+    sharded = memory_of(layout_config(qwen3_4b, ["cuda:0"], drafters, "layout.optimizer=sharded"))["cuda:1"]
+    assert sharded.pop("AdamW's moments, a share") == pytest.approx(whole.pop("AdamW's moments") / 3, rel=0.02)
+    assert sharded == whole
+    alone = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], "layout.optimizer=sharded"))["cuda:1"]
+    assert "AdamW's moments" in alone
+
+
+def test_gradients_of_all_drafters_are_added_up_somewhere(qwen3_4b: Path) -> None:
+    """It counts where a step's end is its peak: with few blocks."""
+    less = ["train.anchors=8", "train.chunk_blocks=8"]
+    (alone, *_), copies, nccl = (
+        [value for what, value in memory_of(config)["cuda:1"].items() if what.startswith("a forward")]
+        for config in (
+            layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *less),
+            layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less),
+            layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less, "layout.reduce=nccl"),
+        )
+    )
+    assert copies[0] == pytest.approx((4 * 537_427_200 + 2 * 4 * 5 * 2560**2) / MIB) and copies[0] > alone
+    assert nccl[0] == pytest.approx(2 * 4 * 537_427_200 / MIB)  # gradients, and all of them side by side
+
+
+@pytest.mark.parametrize(("sets", "held"), [([], 4), (["layout.depth=5"], 7), (["layout.queue_mib=150"], 3)])
+def test_as_many_batches_are_held_as_may_wait(sets: list[str], held: int, qwen3_4b: Path) -> None:
+    """One of 103 MiB always may."""
+    parts = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *sets))["cuda:1"]
+    assert parts[f"{held} batches of features"] == pytest.approx(held * 102.6, rel=0.01)
+
+
+def test_the_page_tells_of_each_kind_of_device_once(qwen3_4b: Path) -> None:
+    page = dry_run(layout_config(qwen3_4b, ["cuda:0-2", "cuda:3+4"], ["cuda:5-7"], "train.micro_rows=2"))
+    assert "bfloat16 on cuda:0-2, cuda:3+4, 4 workers" in page
+    assert "537,427,200 weights on cuda:5-7, 3 drafters of one step" in page
+    assert "32,768 tokens, in 5 forwards of 2;" in page
+    assert page.startswith("train.rows_per_step 8 shared by 3 drafters in forwards of 2 rows: padding makes up 2 of")
+    told = [line.partition(":  ")[0].split(" MiB")[0] for line in page.split("\n") if line.startswith("memory")]
+    names = [re.sub(r": [\d,]+$", "", line.removeprefix("memory").strip()) for line in told]
+    assert names == ["cuda:0, cuda:1, cuda:2, each", "cuda:3, cuda:4, each", "cuda:5, cuda:6, cuda:7, each"]
+    assert "on cuda:0, 2 workers" in dry_run(layout_config(qwen3_4b, ["cuda:0", "cuda:0"], ["cuda:0"]))
 
 
 @pytest.mark.parametrize(("has", "warns"), [(500, True), (20000, False)])
@@ -244,7 +354,7 @@ def test_a_gpu_that_is_too_small_is_told(
     found = SimpleNamespace(total_memory=has * MIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: found}.__getitem__)
     page = dry_run(gpu_config(tiny_folder / "target"))
-    assert (f"that is more than its {has:,} MiB: lower train.micro_rows" in page) == warns
+    assert (f"that is more than its {has:,} MiB: lower " in page) == warns
     assert (f"of its {has:,} MiB" in page) == (not warns)
 
 
@@ -273,8 +383,9 @@ def test_rows_longer_than_the_target_s_positions_are_refused(tiny_folder: Path, 
     [
         (["target.path=/nowhere"], TargetError, r"/nowhere is not a folder with a model"),
         (["draft.target_layer_ids=[1, 9]"], TrainingError, r"\[9\]: the target has layers 0..5"),
+        (['layout.targets=["cuda:0+1+2+3+4+5+6"]'], TargetError, "it has 6 layers, which can't be spread over 7"),
         (["draft.captured=5"], TrainingError, "no 5 layers"),
-        (["train.device=cuda:0"], TrainingError, "multiple of 128"),
+        (['layout.drafters=["cuda:0"]'], TrainingError, "multiple of 128"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(

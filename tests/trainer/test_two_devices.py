@@ -8,12 +8,13 @@ import torch
 from tiny_runs import config_of, metrics_of, silent
 from torch import Tensor
 
-from trainer import estimate
 from trainer import train as module
 from trainer.data import Document, make_row
+from trainer.estimate import planned
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
 from trainer.learner import features_of
+from trainer.memory import memory
 from trainer.records import RunDir, checkpoint_name
 from trainer.start import pick_device
 from trainer.target import load_target
@@ -102,16 +103,15 @@ def test_the_dry_run_s_memory_is_what_a_training_takes(
     from tiny import tiny_target as saved_target
 
     changes = {"draft__layers": 4, "draft__block": 16, "data__row_tokens": 512, "train__anchors": 256}
+    changes |= {"layout__targets": ["cuda:0"], "layout__drafters": ["cuda:0"]}
     changes |= {"train__device": "cuda:0", "train__steps": 3, "train__objective": objective, "target__dtype": dtype}
     folder = tmp_path / "large"
     saved_target(folder / "target", hidden=1024)
     for name in ("train.jsonl", "heldout.jsonl"):
         (folder / name).write_bytes((tiny_folder / name).read_bytes())
     config = config_of(folder, train__rows_per_step=8, **changes)
-    target, draft, batch, devices = estimate.planned(config)
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in estimate.DraftModel(draft).parameters())
-    parts = estimate.memory(target, draft, weights, batch, config, *devices)["cuda:0"]
+    target, draft, batch, layout = planned(config)
+    parts = memory(target, draft, batch, config, layout)["cuda:0"]
     torch.compiler.reset()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
