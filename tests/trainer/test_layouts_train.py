@@ -1,0 +1,130 @@
+"""Trainings with any number of target workers and drafters: the same losses, whoever did what and when."""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
+
+from trainer import workers
+from trainer.records import checkpoint_name
+from trainer.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 4
+LAYOUTS = [(targets, drafters) for drafters in (1, 2, 3) for targets in (1, 2, 4)]
+
+
+def layout(targets: int, drafters: int, **more: Any) -> dict[str, Any]:
+    return {
+        "layout__targets": ["cpu"] * targets,
+        "layout__drafters": ["cpu"] * drafters,
+        "layout__allow_shared_device": True,
+        "layout__check_every": 1,
+        "train__rows_per_step": 5,  # which neither two nor three drafters share evenly
+        "train__steps": STEPS,
+        "train__eval_every": 2,
+        **more,
+    }
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / checkpoint_name(step) / "model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _uneven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target workers that take a while, each time another one: their results come in any order."""
+    features_of, moody = workers.features_of, random.Random(0)
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(moody.choice([0.0, 0.0, 0.01]))
+        return features_of(*given, **named)
+
+    monkeypatch.setattr(workers, "features_of", slowly)
+
+
+def test_losses_do_not_depend_on_the_number_of_targets_and_hardly_on_that_of_drafters(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    for targets, drafters in LAYOUTS:
+        train(config_of(tiny_folder, **layout(targets, drafters)), tmp_path / f"{targets}+{drafters}", say=silent)
+    alone = metrics_of(tmp_path / "1+1")
+    for targets, drafters in LAYOUTS:
+        run, like = tmp_path / f"{targets}+{drafters}", tmp_path / f"1+{drafters}"
+        # For the same number of drafters to the bit.
+        assert figures(metrics_of(run)) == figures(metrics_of(like))
+        assert_same_weights(run, like, STEPS)
+        # For another number the sums are made in another order.
+        for record, expected in zip(metrics_of(run), alone, strict=True):
+            assert record.loss == pytest.approx(expected.loss, abs=1e-6)
+            assert record.heldout_loss == pytest.approx(expected.heldout_loss, abs=1e-6)
+            assert (record.tokens, record.accept, record.heldout_cycle_accept) == (
+                expected.tokens, expected.accept, expected.heldout_cycle_accept,
+            )  # fmt: skip
+        threads = {f"target-{n}" for n in range(targets)} if targets > 1 else {"target"}
+        threads |= {f"drafter-{n}" for n in range(drafters)} if drafters > 1 else {"drafter"}
+        for record in metrics_of(run):
+            assert record.workers is not None and set(record.workers) == threads
+        assert all(seconds.working > 0 for seconds in (metrics_of(run)[-1].workers or {}).values())
+    expected, found = weights(tmp_path / "1+1"), weights(tmp_path / "4+3")
+    # AdamW makes whole steps of gradients that are next to nothing, whose sign is rounding's: few weights of many.
+    moved = sum(float((expected[name] - found[name]).norm()) for name in expected)
+    assert moved < 1e-3 * sum(float(weight.norm()) for weight in expected.values())
+
+
+@pytest.mark.parametrize("optimizer", ["replicated", "sharded"])
+def test_a_training_with_several_drafters_is_resumed_to_the_bit_and_with_another_number_too(
+    optimizer: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_folder, **layout(2, 3, layout__optimizer=optimizer, train__steps=6))
+    train(config, tmp_path / "whole", say=silent)
+    stop = StopAfter(3)
+    assert train(config, tmp_path / "cut", stop=stop.event, say=stop) == "stopped"
+    step = status_of(tmp_path / "cut").step
+    assert 3 <= step < 6
+    # Another number of drafters, and of those who keep moments, goes on from it.
+    other = config_of(tiny_folder, **layout(1, 2, train__steps=6))
+    lines: list[str] = []
+    assert train(other, tmp_path / "other", resume=tmp_path / "cut", say=lines.append) == "finished"
+    assert any("layout.drafters is ['cpu', 'cpu'], was " in line for line in lines)
+    assert train(config, tmp_path / "cut", say=silent) == "finished"
+    assert figures(metrics_of(tmp_path / "cut")) == figures(metrics_of(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole", 6)
+    for record, expected in zip(metrics_of(tmp_path / "other"), metrics_of(tmp_path / "whole")[step:], strict=True):
+        assert record.loss == pytest.approx(expected.loss, abs=1e-5)
+
+
+def test_the_error_of_any_worker_ends_the_training_and_names_it(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.learner import Learner
+
+    def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+        calls = iter(range(10_000))
+
+        def call(*given: Any, **named: Any) -> Any:
+            if next(calls) >= at:
+                raise RuntimeError("the cable is loose")
+            return function(*given, **named)
+
+        return call
+
+    for name, owner, attribute, worker in (
+        ("target", workers, "features_of", r"target-\d"),
+        ("drafter", Learner, "learn", r"drafter-\d"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the cable is loose") as caught:
+            patch.setattr(owner, attribute, failing(getattr(owner, attribute), 5))
+            train(config_of(tiny_folder, **layout(2, 2, train__checkpoint_every=1)), tmp_path / name, say=silent)
+        assert any(re.search(worker, note) for note in caught.value.__notes__)
+        status = status_of(tmp_path / name)
+        assert status.state == "failed" and status.error == "RuntimeError: the cable is loose"
+        assert status.checkpoint is not None and weights(tmp_path / name, status.step)
