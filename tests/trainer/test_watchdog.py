@@ -56,7 +56,7 @@ def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(capfd: pyt
     with Pipeline[int](range(9), [Stage("target", [hanging, hanging])], depth=1) as pipeline:
         caller = threading.Thread(target=list, args=(pipeline,), name="its caller")
         caller.start()
-        wait_until(lambda: {"source", "the caller"} <= {n for n, w in pipeline.doing().items() if w.startswith("wait")})
+        wait_until(lambda: "to put item 3" in pipeline.doing()["source"] and "the caller" in pipeline.doing())
         wait_until(lambda: sum(words.startswith("works on") for words in pipeline.doing().values()) == 2)
         with Watchdog(0.1, told.append, what="the training", leave=left) as watchdog:
             watchdog.ask(pipeline.doing)
