@@ -156,7 +156,7 @@ class Learner:
 
     A step is `learn` for each of its batches, then `update`. Gradients are sums until `update` divides them, once and
     before clipping, by the normaliser of the whole step. Replicas that share a step add up both, their gradients and
-    their `step_terms`; every one then does what a single learner would have done, with `update` or with its parts
+    their `step_terms`; every one then does what a single learner would have done, with the parts of `update`
     (replicas.py).
     """
 
@@ -197,15 +197,14 @@ class Learner:
         done = terms.detached()
         self.step_terms = done if self.step_terms is None else self.step_terms + done
 
-    def update(self, lr: float, total: LossTerms | None = None) -> StepFigures:
-        """Ends the step: gradients divided by the normaliser of all its batches, clipped, applied.
+    def update(self, lr: float) -> StepFigures:
+        """Ends the step of a learner that is alone: gradients divided by its batches' normaliser, clipped, applied.
 
-        total: the sum of the step_terms of all replicas, whose gradients were added up too; None: this learner is
-        alone. A loss or gradient norm that is not finite, or a step with nothing supervised, leaves weights, moments
-        and step counts as they are; on a GPU nothing here waits for it.
+        A loss or gradient norm that is not finite, or a step with nothing supervised, leaves weights, moments and step
+        counts as they are; on a GPU nothing here waits for it.
         """
         assert self.step_terms is not None, "update without learn"
-        terms, parameters = total or self.step_terms, list(self.model.parameters())
+        terms, parameters = self.step_terms, list(self.model.parameters())
         divide_gradients(parameters, terms.normaliser)
         verdict = Verdict.of(terms, total_norm(gradient_norms(parameters)))
         self.apply(lr, verdict, parameters)

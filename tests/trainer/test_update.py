@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from trainer.data import Row, make_row
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
-from trainer.loss import LossTerms, Objective, Weighting
+from trainer.loss import Objective, Weighting
+from trainer.replicas import Replicas
 from trainer.target import TargetModel, load_target
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +39,22 @@ def exact_target(tiny_folder: Path) -> TargetModel:
 # --- one division for the whole step ---
 
 
-def add_up(replicas: Sequence[Learner]) -> LossTerms:
-    """What an all-reduce will do: every replica has the sum of the gradients; the sum of the terms is returned."""
-    terms = [replica.step_terms for replica in replicas if replica.step_terms is not None]
-    for parameters in zip(*(replica.model.parameters() for replica in replicas), strict=True):
-        total = sum((p.grad for p in parameters if p.grad is not None), torch.zeros_like(parameters[0]))
-        for parameter in parameters:
-            parameter.grad = total.clone()
-    return sum(terms[1:], terms[0])
-
-
 @given(
     kind=st.sampled_from(["exp-decay", "d-pace"]),
     objective=st.sampled_from(["cross-entropy", "kl", "tv"]),
     cuts=st.sets(st.integers(1, 3)),
     owners=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     chunks=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    optimizer=st.sampled_from(["replicated", "sharded"]),
 )
 def test_any_split_over_batches_and_replicas_is_the_same_step(
-    exact_target: TargetModel, kind: str, objective: Objective, cuts: set[int], owners: list[int], chunks: list[int]
+    exact_target: TargetModel,
+    kind: str,
+    objective: Objective,
+    cuts: set[int],
+    owners: list[int],
+    chunks: list[int],
+    optimizer: Any,
 ) -> None:
     """Loss, gradient norm before clipping and weights after the step, in float64, to 1e-10."""
     teacher = objective != "cross-entropy"
@@ -66,17 +66,17 @@ def test_any_split_over_batches_and_replicas_is_the_same_step(
     whole.learn(batch_of(ROWS))
     expected = whole.update(100.0).read()
 
-    replicas = [exact_learner(exact_target, kind, objective, chunk) for chunk in chunks]
+    learners = [exact_learner(exact_target, kind, objective, chunk) for chunk in chunks]
     borders = [0, *sorted(cuts), len(ROWS)]
     batches = [ROWS[first:end] for first, end in pairwise(borders)]
-    for owner, rows in zip(owners, batches, strict=False):
-        replicas[owner].learn(batch_of(rows))
-    working = [replica for replica in replicas if replica.step_terms is not None]
-    total = add_up(working)
-    for replica in working:
-        read = replica.update(100.0, total).read()
-        assert read[:4] == pytest.approx(expected[:4], rel=0, abs=1e-10) and read[4:] == expected[4:]
-        for (name, one), other in zip(whole.model.named_parameters(), replica.model.parameters(), strict=True):
+    with Replicas(learners, optimizer=optimizer) as replicas:
+        for owner, rows in zip(owners, batches, strict=False):
+            batch = batch_of(rows)
+            replicas.learn(replace(batch, rows=replace(batch.rows, replica=owner)))
+        read = replicas.update(100.0).read()
+    assert read[:4] == pytest.approx(expected[:4], rel=0, abs=1e-10) and read[4:] == expected[4:]
+    for learner in learners:
+        for (name, one), other in zip(whole.model.named_parameters(), learner.model.parameters(), strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=1e-10, msg=name)
     assert expected.grad_norm > 0.001  # so it was clipped, after the division
 
@@ -171,19 +171,6 @@ def test_a_step_with_nothing_supervised_moves_nothing_though_the_optimiser_has_m
     read = learner.update(1e-3).read()
     assert read.finite and np.isnan(read.loss) and read.accuracy_by_slot == [None] * 3
     assert_same_bits(state_of(learner), before)
-
-
-def test_one_replica_s_bad_gradient_is_skipped_by_all(exact_target: TargetModel) -> None:
-    replicas = [exact_learner(exact_target, "d-pace", "cross-entropy") for _ in range(2)]
-    for replica, row in zip(replicas, ROWS, strict=False):
-        replica.learn(features_of(exact_target, row_batch([row], 20, 0), replica.model.config, CPU))
-    weight = replicas[1].model.fc.weight
-    assert weight.grad is not None
-    weight.grad[0, 0] = float("nan")
-    before, total = state_of(replicas[0]), add_up(replicas)
-    for replica in replicas:
-        assert not replica.update(0.5, total).read().finite
-        assert_same_bits(state_of(replica), before)
 
 
 # --- figures ---
