@@ -73,7 +73,10 @@ def test_losses_do_not_depend_on_the_number_of_targets_and_hardly_on_that_of_dra
         threads |= {f"drafter-{n}" for n in range(drafters)} if drafters > 1 else {"drafter"}
         for record in metrics_of(run):
             assert record.workers is not None and set(record.workers) == threads
-        assert all(seconds.working > 0 for seconds in (metrics_of(run)[-1].workers or {}).values())
+        for name in threads:
+            seconds = [(record.workers or {})[name] for record in metrics_of(run)]
+            assert sum(each.working for each in seconds) > 0 or name.startswith("target-")  # which others may outrun
+            assert sum(each.working + each.waiting for each in seconds) > 0
     expected, found = weights(tmp_path / "1+1"), weights(tmp_path / "4+3")
     # AdamW makes whole steps of gradients that are next to nothing, whose sign is rounding's: few weights of many.
     moved = sum(float((expected[name] - found[name]).norm()) for name in expected)
