@@ -1,42 +1,60 @@
-"""The verbs of `dflash-ops train`, and `gpu-status`: each reads words, calls one verb, shows its value.
+"""The verbs of `dflash-ops train` that change something: start, restart, stop. Each reads words, calls one verb, shows
+its value.
 
 cli.py mounts `app` as `train` and registers `gpu_status`. Verbs are imported when they are called.
 """
 
-import codecs
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
+from dflash_ops import cli_runs, render
+from dflash_ops.cli_runs import follow_log, gpu_status, not_empty
+from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import ConfigError, UsageFault
 
 if TYPE_CHECKING:
-    from dflash_ops.runs import Run
+    from dflash_ops.command import Container
+    from dflash_ops.runs import Started
+    from dflash_ops.shell import Shell
+    from dflash_ops.train import OnWait
+
+__all__ = ["app", "gpu_status"]
 
 app = typer.Typer(help="Start, watch and stop training runs in the container.", no_args_is_help=True)
 
-
-def _not_empty(word: str | None) -> str | None:
-    """What a script hands over as "$RUN" when it has none must not become the default."""
-    if word == "":
-        raise UsageFault("an empty word names nothing", next="leave it out, or give a name of dflash-ops train list")
-    return word
-
-
-AnyRun = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RUN]",
-        help="A run's id, or a name. Default: the run that goes on, else the newest.",
-        callback=_not_empty,
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes one key of the config. Repeatable.")
+]
+EnvFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="KEY=VALUE lines for the trainer's environment, kept out of logs and argv."),
+]
+Release = Annotated[str | None, typer.Option(help="A release id. Default: the current one.")]
+Restarts = Annotated[
+    int | None,
+    typer.Option("--restart", min=0, metavar="N", help="Starts a trainer again that failed in a way that can heal."),
+]
+StallMinutes = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="M", help="Without a new step for so long the run is stalled; 0: never. Default: 30."),
+]
+Notify = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        envvar="DFLASH_OPS_NOTIFY",
+        help="Told when the run ends, stalls or restarts: a webhook, or what apprise knows. Repeatable.",
     ),
 ]
+ShareGpus = Annotated[bool, typer.Option("--share-gpus", help="Starts though others use its GPUs.")]
+Follow = Annotated[bool, typer.Option("-f", "--follow", help="Shows the log until the run ends.")]
+Wait = Annotated[bool, typer.Option("-w", "--wait", help="Waits for the end, and exits with the run's own code.")]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds for the trainer to save and end.")]
 
 
 @app.command()
@@ -44,61 +62,115 @@ def start(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The trainer's config, a TOML file.")],
     name: Annotated[str, typer.Option(help="The run's name: a-z, 0-9 and dashes.")] = "train",
     gpus: Annotated[str, typer.Option(metavar="0,1|all|none", help="GPUs, as the container numbers them.")] = "all",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes one key of the config. Repeatable.")
-    ] = None,
-    env_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="KEY=VALUE lines for the trainer's environment, kept out of logs and argv."),
-    ] = None,
+    settings: Settings = None,
+    env_file: EnvFile = None,
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="Goes on from the newest good checkpoint of an earlier run.", callback=_not_empty
+            metavar="RUN", help="Goes on from the newest good checkpoint of an earlier run.", callback=not_empty
         ),
     ] = None,
     init_from: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="A drafter's folder in the container to continue from.", callback=_not_empty),
+        typer.Option(metavar="PATH", help="A drafter's folder in the container to continue from.", callback=not_empty),
     ] = None,
-    release: Annotated[str | None, typer.Option(help="A release id. Default: the current one.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Shows the log until the run ends.")] = False,
+    release: Release = None,
+    restarts: Restarts = None,
+    stall_minutes: StallMinutes = None,
+    notify: Notify = None,
+    share_gpus: ShareGpus = False,
+    follow: Follow = False,
+    wait: Wait = False,
     target: Target = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Start a run, supervised in the container; a tmux session there shows it."""
-    from dflash_ops import render_runs, runs, train
+    from dflash_ops import runs, train
     from dflash_ops.shell import Shell
 
     runs.check_name(name)
-    if as_json and follow:
-        raise UsageFault("--json prints one document, --follow a log", next="train start --json, then train logs -f")
+    _one_document(as_json, follow)
     container = find_container(inventory, target)
-    env = _text(env_file) if env_file else None
-    if env is not None:
-        runs.env_names(env, str(env_file))
     request = runs.StartRequest(
         name=name,
         config=_text(config),
         config_name=str(config),
         gpus=runs.parse_gpus(gpus, container),
         settings=tuple(settings or ()),
-        env=env,
+        env=_environment(env_file),
         resume=resume,
         init_from=init_from,
         release=release,
         client=os.uname().nodename,
+        restart=restarts,
+        stall_minutes=runs.STALL_MINUTES if stall_minutes is None else stall_minutes,
+        notify=tuple(map(runs.check_url, notify)) if notify else None,
+        share_gpus=share_gpus,
     )
     with Shell() as shell:
-        started = train.start(shell, container, request)
-        render.show(started.to_json(), as_json=as_json, people=lambda: render_runs.show_started(started))
-        if not follow:
-            return
-        run_id = started.run.id
-        ended = _follow(lambda out, note: train.logs(shell, container, run_id, on_out=out, follow=True, on_break=note))
-    render_runs.note_verdict(ended)
-    raise typer.Exit(ended.exit_code)
+        with _waiting() as on_wait:
+            started = train.start(shell, container, request, on_wait=on_wait)
+        _go_on(shell, container, started, follow=follow, wait=wait, as_json=as_json)
+
+
+@app.command()
+def restart(
+    run: cli_runs.AnyRun = None,
+    settings: Settings = None,
+    env_file: EnvFile = None,
+    release: Release = None,
+    gpus: Annotated[str | None, typer.Option(metavar="0,1|all|none", help="Other GPUs than the run had.")] = None,
+    restarts: Restarts = None,
+    stall_minutes: StallMinutes = None,
+    notify: Notify = None,
+    share_gpus: ShareGpus = False,
+    grace: Grace = 60.0,
+    follow: Follow = False,
+    wait: Wait = False,
+    target: Target = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """Stop a run, if it goes on, and start it again from its newest checkpoint, in the current release.
+
+    Config, settings, environment and GPUs are the run's own; what is given here changes them.
+    """
+    from dataclasses import replace
+
+    from dflash_ops import render_runs, runs, train
+    from dflash_ops.shell import Shell
+    from dflash_ops.stops import Stopped
+
+    _one_document(as_json, follow)
+    container = find_container(inventory, target)
+    env = _environment(env_file)
+
+    def changes(request: runs.StartRequest) -> runs.StartRequest:
+        return replace(
+            request,
+            settings=tuple(settings or ()),
+            env=env,
+            release=release,
+            gpus=request.gpus if gpus is None else runs.parse_gpus(gpus, container),
+            client=os.uname().nodename,
+            restart=restarts,
+            stall_minutes=stall_minutes,
+            notify=tuple(map(runs.check_url, notify)) if notify else None,
+            share_gpus=share_gpus,
+        )
+
+    def on_stopped(stopped: Stopped) -> None:
+        if not as_json:
+            render_runs.note_stopped(stopped)
+
+    changes(runs.StartRequest("a", None, ""))  # what can't be is said before anything is stopped
+    with Shell() as shell:
+        with _waiting() as on_wait:
+            started = train.restart(
+                shell, container, run, changes=changes, grace=grace, on_wait=on_wait, on_stopped=on_stopped
+            )
+        _go_on(shell, container, started, follow=follow, wait=wait, as_json=as_json)
 
 
 @app.command()
@@ -106,140 +178,96 @@ def stop(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="A run's id, or a name. Default: the only run that goes on.", callback=_not_empty
+            metavar="[RUN]", help="A run's id, or a name. Default: the only run that goes on.", callback=not_empty
         ),
     ] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for the trainer to save and end.")] = 60.0,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Ends a tmux session that was started by hand (train list --all).", callback=not_empty
+        ),
+    ] = None,
+    grace: Grace = 60.0,
     target: Target = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
-    """Stop a run: SIGTERM, grace, then every process of it, and nothing else."""
+    """Stop a run: SIGTERM, grace, then every process of it, and nothing else; then its GPU memory is back."""
     from dflash_ops import render_runs, train
     from dflash_ops.shell import Shell
 
-    with Shell() as shell:
-        stopped = train.stop(shell, find_container(inventory, target), run, grace=grace)
-    render.show(stopped.to_json(), as_json=as_json, people=lambda: render_runs.show_stopped(stopped))
-
-
-@app.command()
-def logs(
-    run: AnyRun = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Goes on until the run ends.")] = False,
-    tail: Annotated[int | None, typer.Option("-n", "--tail", min=0, metavar="N", help="Only the last N lines.")] = None,
-    target: Target = None,
-    inventory: InventoryFile = None,
-) -> None:
-    """Show a run's log, byte for byte. With -f the exit code is the run's verdict: 0, 100 failed, 103 stopped."""
-    from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
-
+    if run is not None and session is not None:
+        raise UsageFault("a run and a session are two things", next="train stop RUN, or train stop --session NAME")
     container = find_container(inventory, target)
     with Shell() as shell:
-        name = run or train.newest(shell, container).id
-        found = _follow(
-            lambda out, note: train.logs(shell, container, name, on_out=out, follow=follow, tail=tail, on_break=note)
-        )
-    if follow:
-        render_runs.note_verdict(found)
-        raise typer.Exit(found.exit_code)
-
-
-@app.command("list")
-def list_(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
-    """List the container's runs, the oldest first."""
-    from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
-
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = train.list_runs(shell, container)
-
-    def people() -> None:
-        if found:
-            render_runs.show_runs(found)
+        if session is not None:
+            with _waiting() as on_wait:
+                ended = train.stop_session(shell, container, session, grace=grace, on_wait=on_wait)
+            render.show(ended.to_json(), as_json=as_json, people=lambda: render_runs.show_session_stopped(ended))
         else:
-            render.say(f"no runs in {container}; dflash-ops train start makes one")
-
-    render.show({"runs": [run.to_json() for run in found]}, as_json=as_json, people=people)
-
-
-@app.command()
-def status(run: AnyRun = None, target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
-    """Say how a run stands. The exit code is 0 when that could be told; --json has the run's own."""
-    from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
-
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = train.status(shell, container, run or train.newest(shell, container).id)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
+            with _waiting() as on_wait:
+                stopped = train.stop(shell, container, run, grace=grace, on_wait=on_wait)
+            render.show(stopped.to_json(), as_json=as_json, people=lambda: render_runs.show_stopped(stopped))
 
 
-@app.command()
-def wait(
-    run: AnyRun = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Give up after so many seconds: exit code 101.")] = None,
-    target: Target = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
+app.command()(cli_runs.logs)
+app.command("list")(cli_runs.list_)
+app.command("ls", hidden=True)(cli_runs.list_)
+app.command()(cli_runs.status)
+app.command()(cli_runs.wait)
+
+
+def _one_document(as_json: bool, follow: bool) -> None:
+    if as_json and follow:
+        raise UsageFault("--json prints one document, --follow a log", next="train start --json, then train logs -f")
+
+
+def _go_on(
+    shell: "Shell", container: "Container", started: "Started", *, follow: bool, wait: bool, as_json: bool
 ) -> None:
-    """Wait until a run has ended, and exit with its own exit code (103 when it was stopped)."""
+    """What a start shows, then follows or waits for; ends with the run's exit code if it does."""
+    from dataclasses import replace
+
     from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = train.wait(shell, container, run or train.newest(shell, container).id, timeout=timeout)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
-    raise typer.Exit(found.own_code)
-
-
-def gpu_status(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
-    """Show the host's GPUs and who holds them: container, run, memory, age; stale holders are marked."""
-    from dflash_ops import render_runs
-    from dflash_ops import status as verbs
-    from dflash_ops.shell import Shell
-
-    book = load_inventory(inventory)
-    host = book.container(target).host
-    here = [book.container(name) for name, table in book.tables.containers.items() if table.host == host.name]
-    with Shell() as shell:
-        found = verbs.gpu_status(shell, host, here)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_gpus(found))
+    if not (as_json and wait):
+        render.show(started.to_json(), as_json=as_json, people=lambda: render_runs.show_started(started))
+    if not follow and not wait:
+        return
+    run_id = started.run.id
+    if follow:
+        ended = follow_log(
+            lambda out, note: train.logs(shell, container, run_id, on_out=out, follow=True, on_break=note)
+        )
+    else:
+        ended = cli_runs.leave_by_ctrl_c(lambda: train.wait(shell, container, run_id))
+    if as_json:
+        render.show(replace(started, run=ended).to_json(), as_json=True, people=lambda: None)
+    else:
+        render_runs.note_verdict(ended)
+    raise typer.Exit(ended.own_code if wait else ended.exit_code)
 
 
-def _follow(read: "Callable[[Callable[[bytes], None], Callable[[str], None]], Run]") -> "Run":
-    """Reads a log to stdout. Ctrl-C leaves it, and the run goes on."""
+@contextmanager
+def _waiting() -> "Generator[OnWait, None, None]":
+    """Shows what is waited for as a countdown, on a terminal."""
+    from dflash_ops.render_runs import Countdown
+
+    shown = Countdown()
     try:
-        return read(_log_writer(), lambda words: render.note(f"{words}; trying again"))
-    except KeyboardInterrupt:
-        render.note("left the log; the run goes on")
-        raise typer.Exit(130) from None
+        yield shown
+    finally:
+        shown.close()
 
 
-def _log_writer() -> Callable[[bytes], None]:
-    """Writes a log's bytes to stdout as they are; on a terminal without what could upset it."""
-    if not sys.stdout.isatty():
+def _environment(file: Path | None) -> str | None:
+    from dflash_ops import runs
 
-        def write(data: bytes) -> None:
-            with render.written():
-                sys.stdout.buffer.write(data)
-                sys.stdout.buffer.flush()
-
-        return write
-
-    from dflash_ops.render_runs import printable
-
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def show(data: bytes) -> None:
-        with render.written():
-            sys.stdout.write(printable(decoder.decode(data)))
-            sys.stdout.flush()
-
-    return show
+    if file is None:
+        return None
+    text = _text(file)
+    runs.env_names(text, str(file))
+    return text
 
 
 def _text(file: Path) -> str:

@@ -1,13 +1,15 @@
 """Runs and GPUs for people. Values come from runs.py and gpus.py; nothing is asked here."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from dflash_ops import render
 from dflash_ops.gpus import Gpu, GpuProcess, GpuStatus
-from dflash_ops.runs import Run, RunState, Started, Stopped
+from dflash_ops.runs import Run, RunState, Started
+from dflash_ops.stops import HandProcess, Listing, SessionStopped, Stopped
 
 # What a terminal may get of a log: text, line ends, tabs and colours.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|(\x1b\[[0-?]*[ -/]*[@-~]?|\x1b|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f])")
@@ -36,7 +38,63 @@ def show_runs(runs: Sequence[Run]) -> None:
     )
 
 
+def show_by_hand(found: Listing) -> None:
+    """The tmux sessions of the container's default server, then the processes with a GPU that nobody owns."""
+    if not found.sessions and not found.gpu_processes:
+        render.say("no tmux session of the default server, no GPU process outside of runs")
+    if found.sessions:
+        columns = ("SESSION", "BEGAN", "ATTACHED", "PROCESSES", "GPUS", "COMMAND")
+        rows = [
+            (
+                session.name,
+                ago(session.created_at),
+                "yes" if session.attached else "no",
+                len(session.processes),
+                ",".join(map(str, sorted({gpu for it in session.processes for gpu in it.gpus}))) or None,
+                _most_telling(session.processes),
+            )
+            for session in found.sessions
+        ]
+        render.table(columns, rows, right=("PROCESSES",), spare=("ATTACHED", "BEGAN"))
+        render.say("end one with all of its processes: dflash-ops train stop --session NAME")
+    if found.gpu_processes:
+        render.say("processes with a GPU that no run and no session owns:")
+        columns = ("PID", "GPUS", "MEMORY MiB", "AGE", "COMMAND")
+        rows = [
+            (it.pid, ",".join(map(str, it.gpus)), figure(it.used_mib), span(it.age_s), short(it.command))
+            for it in found.gpu_processes
+        ]
+        render.table(columns, rows, right=("PID", "MEMORY MiB"), spare=("AGE",))
+
+
+def _most_telling(processes: Sequence[HandProcess]) -> str | None:
+    """The command of the process with a GPU, else of the youngest, which is no shell."""
+    ranked = sorted(processes, key=lambda it: (bool(it.gpus), -it.age_s))
+    return short(ranked[-1].command) if ranked else None
+
+
+class Countdown:
+    """Called with what is waited for and the seconds left: one line on a terminal's stderr, elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, doing: str, left: int) -> None:
+        if sys.stderr.isatty():
+            self._shown = True
+            sys.stderr.write(f"\r\x1b[K{render.clean(doing)} ({left} s)")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Takes the line away."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 def show_started(started: Started) -> None:
+    for words in started.notes:
+        render.note(words)
     for process in started.freed:
         render.say(f"freed {process.pid} ({short(process.command)}), left by an earlier run")
     again = " (it had been started already)" if started.existing else ""
@@ -53,9 +111,24 @@ def show_stopped(stopped: Stopped) -> None:
     for process in stopped.killed:
         render.say(f"killed {process.pid} ({short(process.command)}): it had not ended in the grace")
     lost = ", its supervisor had been lost" if stopped.was_lost else ""
+    if stopped.gpu.checked:
+        lost += ", GPU memory is back"
     render.say(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s{lost})")
     if stopped.run.checkpoints:
         render.say(f"  newest checkpoint {stopped.run.checkpoints[-1]}; go on: --resume {stopped.run.id}")
+
+
+def note_stopped(stopped: Stopped) -> None:
+    """The end of a run that is started again at once."""
+    render.note(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s)")
+
+
+def show_session_stopped(stopped: SessionStopped) -> None:
+    for process in stopped.killed:
+        render.say(f"killed {process.pid} ({short(process.command)}): it had not ended in the grace")
+    render.say(f"session {stopped.session} ended with {len(stopped.ended)} processes ({stopped.seconds:.1f} s)")
+    if stopped.gpu.checked:
+        render.say("  its GPU memory is back")
 
 
 def show_run(run: Run) -> None:

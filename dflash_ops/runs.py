@@ -29,12 +29,18 @@ LOCK_TAKEN = 7
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+STALLED_CODE = 14
+STALL_MINUTES = 30.0
 _KILLED_WHEN_ASKED = {0, 128 + 2, 128 + 9, 128 + 15}
 
 
 class RunState(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
+    STALLED = "stalled"
+    """It lives and does no new step, for longer than --stall-minutes."""
+    WAITING = "waiting"
+    """Its trainer failed in a way that can heal, and will be started again (--restart)."""
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -43,7 +49,7 @@ class RunState(StrEnum):
 
     @property
     def live(self) -> bool:
-        return self in (RunState.STARTING, RunState.RUNNING)
+        return self in (RunState.STARTING, RunState.RUNNING, RunState.STALLED, RunState.WAITING)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,12 @@ class Run:
     log_bytes: int
     log_lost_bytes: int
     resumes: str | None
+    restarts: int = 0
+    """How often its supervisor started the trainer again."""
+    gpus_known: bool = True
+    """False: the run was given no list of GPUs, not even an empty one, and sees all that there are."""
+    oom: bool = False
+    """Whether the kernel killed the trainer because the container's memory was full."""
     processes: tuple[RunProcess, ...] = ()
     """Filled when asked about this one run."""
 
@@ -88,7 +100,7 @@ class Run:
     def exit_code(self) -> int:
         """What `logs -f` and `status` exit with: the state of the run in the design's table."""
         match self.state:
-            case RunState.STARTING | RunState.RUNNING:
+            case RunState.STARTING | RunState.RUNNING | RunState.STALLED | RunState.WAITING:
                 return StillRunningError.exit_code
             case RunState.FINISHED:
                 return 0
@@ -115,16 +127,25 @@ class Run:
     def verdict(self) -> str:
         """One line on how the run stands."""
         step = f" at step {self.progress}" if self.status else ""
+        again = (
+            f", restarted {self.restarts} times" if self.restarts > 1 else ", restarted once" if self.restarts else ""
+        )
         match self.state:
-            case RunState.STARTING | RunState.RUNNING:
-                return f"run {self.id} is {self.state}{step}"
+            case RunState.STARTING | RunState.RUNNING | RunState.STALLED:
+                return f"run {self.id} is {self.state}{step}{again}"
+            case RunState.WAITING:
+                return f"run {self.id} is waiting{step}: its trainer failed and will be started again ({self.restarts})"
             case RunState.LOST:
                 living = f"; {len(self.processes)} of its processes live" if self.processes else ""
                 return f"run {self.id} is lost{step}: its supervisor is gone and left no exit code{living}"
             case _:
                 how = f"signal {self.signal}, exit code {self.code}" if self.signal else f"exit code {self.code}"
+                if self.oom:
+                    how += ", out of memory"
+                elif self.code == STALLED_CODE:
+                    how += ", stalled"
                 lost = f"; {self.log_lost_bytes} bytes of its log were lost" if self.log_lost_bytes else ""
-                return f"run {self.id} {self.state}{step} ({how}){lost}"
+                return f"run {self.id} {self.state}{step} ({how}){again}{lost}"
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
@@ -138,7 +159,8 @@ class StartRequest:
     container has when it declares none."""
 
     name: str
-    config: str
+    config: str | None
+    """None with `like`: that run's own."""
     config_name: str
     """The config's file name on this machine, for its errors."""
     gpus: tuple[int, ...] | None = None
@@ -149,6 +171,18 @@ class StartRequest:
     init_from: str | None = None
     release: str | None = None
     client: str = ""
+    like: str | None = None
+    """A run to repeat: config, settings, secrets and the rest are its own, where this request does not say."""
+    restart: int | None = None
+    """How often the trainer is started again after an end that can heal."""
+    restart_wait: float | None = None
+    """Seconds before the first of these starts, doubled each time; None: 10."""
+    stall_minutes: float | None = None
+    """Without a new step for so long the run is stalled; 0 or None: it never is."""
+    notify: tuple[str, ...] | None = field(default=None, repr=False)
+    """URLs to tell of its end: webhooks, or what apprise knows."""
+    share_gpus: bool = False
+    """Whether it starts though others use its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +194,8 @@ class Started:
     """What earlier runs had left behind and was ended first."""
     existing: bool
     """Whether an earlier try, whose answer was lost, had started it."""
+    notes: tuple[str, ...] = ()
+    """What could not be checked before the start."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -168,26 +204,7 @@ class Started:
             "window": self.window,
             "freed": [asdict(process) for process in self.freed],
             "existing": self.existing,
-        }
-
-
-@dataclass(frozen=True)
-class Stopped:
-    run: Run
-    seconds: float
-    killed: tuple[RunProcess, ...]
-    """What did not end by itself in the grace."""
-    survivors: tuple[RunProcess, ...]
-    was_lost: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "run": self.run.to_json(),
-            "seconds": self.seconds,
-            "killed": [asdict(process) for process in self.killed],
-            "survivors": [asdict(process) for process in self.survivors],
-            "was_lost": self.was_lost,
+            "notes": list(self.notes),
         }
 
 
@@ -209,6 +226,15 @@ def new_run_id(name: str, now: datetime | None = None) -> str:
     """`<name>-YYYYMMDD-HHMMSS-<4 hex>`, UTC. Chosen by the client, so that a retry can't start a second trainer."""
     moment = (now or datetime.now(UTC)).astimezone(UTC)
     return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def check_url(url: str) -> str:
+    """A URL to notify; UsageFault, which doesn't show it, when it can't be one."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", url):
+        raise UsageFault(
+            "--notify needs a URL", why="what was given has no scheme, or spaces", next="--notify https://..."
+        )
+    return url
 
 
 def parse_gpus(text: str, container: Container) -> tuple[int, ...] | None:
@@ -280,6 +306,12 @@ def start_command(container: Container, request: StartRequest, run_id: str) -> C
         "resume": request.resume,
         "init_from": request.init_from,
         "client": request.client,
+        "like": request.like,
+        "restart": request.restart,
+        "restart_wait": request.restart_wait,
+        "stall_minutes": request.stall_minutes,
+        "notify": request.notify,
+        "share_gpus": request.share_gpus,
     }
     return bundle.command(
         container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus or ())
@@ -311,11 +343,6 @@ def run_query(container: Container, run: str) -> Query[Run]:
     return Query(command, lambda result: run_of(answer(result)["runs"][0]))
 
 
-def stop_query(container: Container, run: str | None, grace: float) -> Query[Stopped]:
-    parameters = {"path": container.path, "run": run, "grace": grace}
-    return Query(bundle.command(container.python, "stop", parameters), _stopped)
-
-
 def follow_command(
     container: Container, run: str, *, offset: int | None, tail: int | None, follow: bool, quiet: bool = False
 ) -> Command:
@@ -336,18 +363,8 @@ def follow_command(
 
 def started(result: Result) -> Started:
     reply = answer(result)
-    return Started(run_of(reply["facts"]), reply["window"], _processes(reply["freed"]), reply["existing"])
-
-
-def _stopped(result: Result) -> Stopped:
-    reply = answer(result)
-    return Stopped(
-        run=run_of(reply["facts"]),
-        seconds=reply["seconds"],
-        killed=_processes(reply["killed"]),
-        survivors=_processes(reply["survivors"]),
-        was_lost=reply["was_lost"],
-    )
+    freed, notes = read_processes(reply["freed"]), tuple(reply.get("notes", ()))
+    return Started(run_of(reply["facts"]), reply["window"], freed, reply["existing"], notes)
 
 
 def run_of(facts: Mapping[str, Any]) -> Run:
@@ -374,7 +391,10 @@ def run_of(facts: Mapping[str, Any]) -> Run:
         log_bytes=facts["log_bytes"],
         log_lost_bytes=end.get("log_lost_bytes") or 0,
         resumes=record.get("resumes"),
-        processes=_processes(facts.get("processes", ())),
+        restarts=len((end if ended is not None else facts["state"]).get("restarts") or ()),
+        gpus_known=record.get("gpus") is not None,
+        oom=end.get("oom") is True,
+        processes=read_processes(facts.get("processes", ())),
     )
 
 
@@ -383,23 +403,27 @@ def judge(facts: Mapping[str, Any], status: Status | None) -> RunState:
     ended: Mapping[str, Any] | None = facts["exit"]
     if ended is None:
         if facts["supervisor_alive"]:
-            return RunState.RUNNING
+            return {"stalled": RunState.STALLED, "waiting": RunState.WAITING}.get(
+                facts["state"].get("state"), RunState.RUNNING
+            )
         return RunState.STARTING if facts["starting"] else RunState.LOST
     code = ended.get("code")
     finished = status is not None and status.state == "finished"
     if ended.get("stopped") and not (finished and code == 0):
         # Asked to stop, it ended cleanly or by the signals that a stop sends; any other end is its own failure.
         return RunState.STOPPED if code is None or code in _KILLED_WHEN_ASKED else RunState.FAILED
+    if code == 0 and status is not None and status.state == "stopped":
+        return RunState.STOPPED  # by a signal that was not ours: it saved and ended before its last step
     return RunState.FINISHED if code == 0 else RunState.FAILED
 
 
-def log_header(line: bytes, place: str) -> tuple[str, int]:
-    """Run id and first byte offset of a log that is being sent."""
+def log_header(line: bytes, place: str) -> tuple[str, int, int]:
+    """Run id and first byte offset of a log that is being sent, and how many bytes before it are gone for good."""
     try:
         reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
             raise_fault(reply, place)
-        return reply["run_id"], reply["offset"]
+        return reply["run_id"], reply["offset"], reply.get("gone", 0)
     except (ValueError, KeyError, TypeError):
         why = line[:200].decode("utf-8", "replace")
         raise OpsError("the log can't be read", where=place, why=why) from None
@@ -412,5 +436,6 @@ def _status(record: Mapping[str, Any] | None) -> Status | None:
         return None
 
 
-def _processes(records: Sequence[Mapping[str, Any]]) -> tuple[RunProcess, ...]:
+def read_processes(records: Sequence[Mapping[str, Any]]) -> tuple[RunProcess, ...]:
+    """Processes as remote scripts describe them."""
     return tuple(RunProcess(it["pid"], it["state"], it.get("wchan"), it["command"]) for it in records)

@@ -1,41 +1,63 @@
-"""The verbs of `train`: start, stop, logs, list, status, wait. Each is one command in the container.
+"""The verbs of `train`: start, stop, restart, logs, list, status, wait. Each is one command in the container.
 
-A broken link is no end: start asks again with the same run id, logs goes on at its byte offset.
+A broken link is no end: start asks again with the same run id, stop and logs go on where they were. Nothing is waited
+for in silence: a script that works says so each second, and one that says nothing for 15 s is given up.
 """
 
+import contextlib
+import json
 import time
 from collections.abc import Callable
+from typing import Any
 
-from dflash_ops import gpus, runs
-from dflash_ops.command import Container, Result
-from dflash_ops.errors import BusyError, LinkLostError, NotFoundError, OpsError, StillRunningError, UnreachableError
+from dflash_ops import gpus, runs, stops
+from dflash_ops.command import Command, Container, Result
+from dflash_ops.errors import (
+    BusyError,
+    LinkLostError,
+    NotFoundError,
+    OpsError,
+    StillRunningError,
+    TimedOutError,
+    UnreachableError,
+)
 from dflash_ops.remote.start import HOLD_SECONDS
-from dflash_ops.runs import Run, RunState, Started, StartRequest, Stopped
+from dflash_ops.runs import Run, RunState, Started, StartRequest
 from dflash_ops.shell import Shell
+from dflash_ops.stops import Listing, SessionStopped, Stopped
 
+CALL_SECONDS = 15.0  # the longest silence of a command in the container
 _START_SECONDS = 2 * HOLD_SECONDS + 20.0  # the start script waits for another start, and then for its own steps
-_STOP_SECONDS = 90.0  # beyond the grace: a start that is going on, killing, the supervisor's end
-_START_TRIES = 3
+_TRIES = 3
 _RECONNECT_SECONDS = 600.0  # how long `logs -f` tries to come back
 
 OnBytes = Callable[[bytes], None]
 OnWords = Callable[[str], None]
+OnWait = Callable[[str, int], None]
 
 
-def start(shell: Shell, container: Container, request: StartRequest) -> Started:
-    """Starts a run. BusyError names who has the name or a GPU; ConfigError what the release's trainer refuses."""
+def start(shell: Shell, container: Container, request: StartRequest, *, on_wait: OnWait | None = None) -> Started:
+    """Starts a run. BusyError names who has the name or a GPU; ConfigError what the release's trainer refuses.
+    on_wait: told what is waited for, and for how many seconds more."""
     runs.check_name(request.name)
     run_id = runs.new_run_id(request.name)
     command = runs.start_command(container, request, run_id)
-    for tries_left in reversed(range(_START_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         try:
-            result = shell.run(container, command, timeout=_START_SECONDS)
+            result = _hear(shell, container, command, on_wait)
         except LinkLostError:
             if not tries_left:
                 raise
             shell.close()  # the next command connects anew
             time.sleep(1.0)
             continue
+        except TimedOutError as error:
+            raise TimedOutError(
+                "the start gives no sign of life",
+                where=str(container),
+                why=error.why,
+                next=f"it may have happened: dflash-ops train status {run_id}",
+            ) from error
         if result.code == runs.LOCK_TAKEN and not result.out.strip():
             return _behind_the_lock(shell, container, request, run_id, result)
         return runs.started(result)
@@ -79,29 +101,68 @@ def _started_before(shell: Shell, container: Container, run_id: str) -> Run:
         time.sleep(0.5)
 
 
-def stop(shell: Shell, container: Container, run: str | None = None, *, grace: float = 60.0) -> Stopped:
-    """Stops a run, or the only one. OpsError names what could not be ended; NotFoundError says that nothing runs."""
-    query = runs.stop_query(container, run, grace)
-    stopped = shell.ask(container, query, timeout=grace + _STOP_SECONDS)
-    if stopped.survivors:
-        names = "; ".join(f"{it.pid} ({it.command[:60]}), state {it.state} in {it.wchan}" for it in stopped.survivors)
-        raise OpsError(
-            f"run {stopped.run.id} is not wholly stopped",
-            where=str(container),
-            why=f"these would not die: {names}",
-            next="dflash-ops gpu-status; state D is the driver: only a restart of the host ends it",
-        )
-    return stopped
+def stop(
+    shell: Shell, container: Container, run: str | None = None, *, grace: float = 60.0, on_wait: OnWait | None = None
+) -> Stopped:
+    """Stops a run, or the only one. OpsError names what could not be ended, or what GPU memory is not back;
+    NotFoundError says that nothing runs. on_wait: told what is waited for, and for how many seconds more."""
+    again = False
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return stops.stopped(
+                _hear(shell, container, stops.stop_command(container, run, grace, again=again), on_wait)
+            )
+        except LinkLostError:
+            if not tries_left:
+                raise
+            shell.close()  # the next command connects anew
+            if run is None:
+                raise  # which one was meant may be another one by now
+            again = True
+            time.sleep(1.0)
+    raise AssertionError("unreachable")
+
+
+def stop_session(
+    shell: Shell, container: Container, name: str, *, grace: float = 60.0, on_wait: OnWait | None = None
+) -> SessionStopped:
+    """Ends a tmux session that was started by hand, and all of its processes, with the same proof as `stop`."""
+    return stops.session_stopped(_hear(shell, container, stops.session_stop_command(container, name, grace), on_wait))
+
+
+def restart(
+    shell: Shell,
+    container: Container,
+    run: str | None = None,
+    *,
+    changes: Callable[[StartRequest], StartRequest] = lambda request: request,
+    grace: float = 60.0,
+    on_wait: OnWait | None = None,
+    on_stopped: Callable[[Stopped], None] = lambda stopped: None,
+) -> Started:
+    """Stops a run, if it goes on, and starts it again from its newest checkpoint: the same config, settings, secrets
+    and GPUs, in the current release. changes: what of the request shall be otherwise."""
+    found = status(shell, container, run) if run is not None else newest(shell, container)
+    if found.state.live or status(shell, container, found.id).processes:
+        with contextlib.suppress(NotFoundError):  # it has ended meanwhile
+            on_stopped(stop(shell, container, found.id, grace=grace, on_wait=on_wait))
+    request = StartRequest(found.name, None, "", gpus=found.gpus if found.gpus_known else None, like=found.id)
+    return start(shell, container, changes(request), on_wait=on_wait)
 
 
 def list_runs(shell: Shell, container: Container) -> list[Run]:
     """Every run of the container, oldest first."""
-    return shell.ask(container, runs.list_query(container))
+    return shell.ask(container, runs.list_query(container), timeout=CALL_SECONDS)
+
+
+def list_all(shell: Shell, container: Container) -> Listing:
+    """Every run, the tmux sessions that were started by hand, and the processes with a GPU that are of neither."""
+    return stops.listing(shell.run(container, stops.listing_command(container), timeout=2 * CALL_SECONDS))
 
 
 def status(shell: Shell, container: Container, run: str) -> Run:
     """One run with its living processes; `run` is its id, or a name for the newest of that name."""
-    return shell.ask(container, runs.run_query(container, run))
+    return shell.ask(container, runs.run_query(container, run), timeout=CALL_SECONDS)
 
 
 def newest(shell: Shell, container: Container) -> Run:
@@ -127,7 +188,7 @@ def logs(
 
     After a broken link it goes on at the byte it had come to; `on_break` is told. tail: only the last lines, None: all.
     """
-    reader = _LogReader(str(container), on_out)
+    reader = _LogReader(str(container), on_out, on_break)
     broken_at: float | None = None
     pause = 0.5
     while True:
@@ -183,8 +244,8 @@ def wait(shell: Shell, container: Container, run: str, *, timeout: float | None 
 class _LogReader:
     """Takes the first line off, hands on the rest, and knows the byte offset that comes next."""
 
-    def __init__(self, place: str, on_out: OnBytes) -> None:
-        self._place, self._on_out = place, on_out
+    def __init__(self, place: str, on_out: OnBytes, on_gone: OnWords) -> None:
+        self._place, self._on_out, self._on_gone = place, on_out, on_gone
         self._head: bytes | None = b""
         self.run_id: str | None = None
         self.offset: int | None = None
@@ -199,8 +260,39 @@ class _LogReader:
                 self._head = line
                 return
             self._head = None
-            self.run_id, self.offset = runs.log_header(line, self._place)
+            self.run_id, self.offset, gone = runs.log_header(line, self._place)
+            if gone:
+                self._on_gone(f"{gone} bytes of the log before this are gone: it was rotated")
         if data:
             assert self.offset is not None
             self.offset += len(data)
             self._on_out(data)
+
+
+def _hear(shell: Shell, container: Container, command: Command, on_wait: OnWait | None) -> Result:
+    """Runs a script that tells what it waits for. TimedOutError after 15 s of silence."""
+    out, err = bytearray(), bytearray()
+    told = 0
+
+    def hear(data: bytes) -> None:
+        nonlocal told
+        out.extend(data)
+        if on_wait is None:
+            return
+        end = out.rfind(b"\n")
+        for line in bytes(out[told : max(end, told)]).split(b"\n"):
+            beat = _beat(line)
+            if beat is not None:
+                on_wait(*beat)
+        told = max(end + 1, told)
+
+    code = shell.stream(container, command, on_out=hear, on_err=err.extend, timeout=CALL_SECONDS)
+    return Result(container, command, code, bytes(out), bytes(err))
+
+
+def _beat(line: bytes) -> tuple[str, int] | None:
+    try:
+        record: Any = json.loads(line)
+        return str(record["doing"]), int(record["left_s"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -11,6 +11,7 @@ import errno
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,30 @@ def refuse(fault: Fault) -> int:
 
 def say(reply: dict[str, Any]) -> None:
     _write({"ok": True, **reply})
+
+
+_BEAT_SECONDS = 1.0
+_last_beat = 0.0
+
+
+def beat(doing: str, left: float) -> None:
+    """A sign of life while something is waited for: what, and for how many seconds more. At most one a second; whoever
+    asked may give up after 15 s of silence, for then we hang."""
+    global _last_beat
+    moment = time.monotonic()
+    if _beats and moment - _last_beat >= _BEAT_SECONDS:
+        _last_beat = moment
+        _write({"doing": doing, "left_s": round(left)})
+
+
+_beats = False
+
+
+def answer_with_beats(path: Path | None, verb: Callable[[], dict[str, Any]]) -> int:
+    """As `answer`, for whoever listens to the signs of life too."""
+    global _beats
+    _beats = True
+    return answer(path, verb)
 
 
 def _write(reply: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from dflash_ops.command import Command
 
 # `start` also carries what a run keeps for itself; other verbs only what their module imports.
-_ALSO = {"start": ("stop", "supervisor", "view")}
+_ALSO = {"start": ("notify", "stop", "supervisor", "view", "watch")}
 _IMPORT = re.compile(r"^\s*from dflash_ops\.remote(?:\.(\w+))? import (.+)$", re.MULTILINE)
 
 # Makes the modules importable under their full names; each is compiled when it is imported first.

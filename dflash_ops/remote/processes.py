@@ -160,14 +160,17 @@ def descendants(root: Process, processes: list[Process]) -> set[int]:
     return found
 
 
-def of_run(run_id: str, supervisor: dict[str, Any] | None, child: dict[str, Any] | None) -> list[Process]:
+def of_run(
+    run_id: str, supervisor: dict[str, Any] | None, child: dict[str, Any] | None, group: Iterable[int] = ()
+) -> list[Process]:
     """Every living process of the run but its supervisor.
 
     Evidence, each sound by itself: it descends from the supervisor or from the trainer, it is in the trainer's process
-    group while the trainer exists (later the number may be somebody else's), or it was started with the run's id.
+    group while the trainer exists (later the number may be somebody else's), it was started with the run's id, or it is
+    among `group`, the pids in the run's own control group.
     """
+    pids = set(group)
     processes = table()
-    pids: set[int] = set()
     for identity in (supervisor, child):
         root = find(identity)
         if root is not None:
@@ -212,17 +215,26 @@ def send(process: Process, number: int) -> bool:
             os.close(handle)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
-    """Whether the condition came true in time; asked at least once."""
+def wait_until(
+    condition: Callable[[], bool],
+    seconds: float,
+    every: float = 0.05,
+    on_wait: Callable[[float], None] = lambda left: None,
+) -> bool:
+    """Whether the condition came true in time; asked at least once. on_wait: told now and then what is left of it."""
     deadline = time.monotonic() + seconds
     while not condition():
-        if time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             return False
+        on_wait(left)
         time.sleep(every)
     return True
 
 
-def kill_all(members: Callable[[], list[Process]], seconds: float) -> list[Process]:
+def kill_all(
+    members: Callable[[], list[Process]], seconds: float, on_wait: Callable[[float], None] = lambda left: None
+) -> list[Process]:
     """SIGKILL to all members, asked for anew until a scan finds none; what is left after `seconds`."""
 
     def none_left() -> bool:
@@ -231,5 +243,5 @@ def kill_all(members: Callable[[], list[Process]], seconds: float) -> list[Proce
             send(process, signal.SIGKILL)
         return not found
 
-    wait_until(none_left, seconds)
+    wait_until(none_left, seconds, on_wait=on_wait)
     return members()

@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes
-from dflash_ops.remote.answers import Fault
+from dflash_ops.remote import cgroups, logfile, processes
+from dflash_ops.remote.answers import Fault, beat
 
 SCHEMA_VERSION = 1
 # The lock of GPU N on the hypervisor is a file of this name and N.lock.
@@ -77,6 +77,8 @@ def exit_record(run_id: str, code: int | None, **more: Any) -> dict[str, Any]:
         "last_lines": [],
         "log_lost_bytes": 0,
         "left": [],
+        "oom": False,
+        "restarts": [],
     }
     return {**record, **more}
 
@@ -104,7 +106,7 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
                 return False
             return True
 
-        if not processes.wait_until(taken, seconds):
+        if not processes.wait_until(taken, seconds, on_wait=lambda left: beat("another start is going on", left)):
             why = f"{folder / 'start.lock'} was held for {seconds:.0f} s"
             raise Fault("busy", "another start is going on", why, "run it again later")
         yield
@@ -161,13 +163,37 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int
 
 
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 def _are(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(of, value))  # pyright: ignore[reportUnknownArgumentType]
 
 
 # What is read of the records, here or by dflash_ops.runs.
-_RUN_FIELDS = {"release": _is_text, "created_at": _is_text, "resumes": _is_text, "gpus": _are(_is_integer)}
-_STATE_FIELDS = {"boot_id": _is_text, "supervisor": processes.is_identity, "child": processes.is_identity}
+_RUN_FIELDS = {
+    "release": _is_text,
+    "created_at": _is_text,
+    "resumes": _is_text,
+    "init_from": _is_text,
+    "gpus": _are(_is_integer),
+    "settings": _are(_is_text),
+    "env_names": _are(_is_text),
+    "command": _are(_is_text),
+    "restart": _is_integer,
+    "restart_wait": _is_number,
+    "stall_minutes": _is_number,
+    "log_part_bytes": _is_integer,
+}
+_STATE_FIELDS = {
+    "boot_id": _is_text,
+    "state": _is_text,
+    "cgroup": _is_text,
+    "supervisor": processes.is_identity,
+    "child": processes.is_identity,
+    "restarts": _are(_is_record),
+}
 _EXIT_FIELDS = {
     "code": _is_integer,
     "signal": _is_integer,
@@ -175,6 +201,7 @@ _EXIT_FIELDS = {
     "seconds": _is_number,
     "last_lines": _are(_is_text),
     "log_lost_bytes": _is_integer,
+    "restarts": _are(_is_record),
 }
 
 
@@ -186,22 +213,23 @@ def facts(folder: Path, boot: str) -> dict[str, Any]:
     supervisor_alive = same_boot and processes.alive(state.get("supervisor"))
     if ended is None and not supervisor_alive:
         ended = read_json(folder / "exit.json")  # it may have ended between the two looks
-    try:
-        log_bytes = (folder / "log").stat().st_size
-    except OSError:
-        log_bytes = 0
     return {
         "run_id": folder.name,
-        "run": _sound(read_json(folder / "run.json") or {}, _RUN_FIELDS),
+        "run": read_run(folder),
         "state": state,
         "exit": None if ended is None else _sound(ended, _EXIT_FIELDS),
         "status": read_json(folder / "status.json"),
         "supervisor_alive": supervisor_alive,
         "child_alive": same_boot and processes.alive(state.get("child")),
         "starting": not state and _is_new(folder),
-        "log_bytes": log_bytes,
+        "log_bytes": logfile.end(folder),
         "checkpoints": checkpoints(folder),
     }
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json, as far as it is ours."""
+    return _sound(read_json(folder / "run.json") or {}, _RUN_FIELDS)
 
 
 def _is_new(folder: Path) -> bool:
@@ -234,4 +262,5 @@ def live_runs(path: Path) -> list[dict[str, Any]]:
 def members(run: dict[str, Any]) -> list[processes.Process]:
     """The living processes of the run of these facts, its supervisor left out."""
     state: dict[str, Any] = run["state"] if run["state"].get("boot_id") == processes.boot_id() else {}
-    return processes.of_run(run["run_id"], state.get("supervisor"), state.get("child"))
+    group = cgroups.pids(state.get("cgroup"), run["run_id"])
+    return processes.of_run(run["run_id"], state.get("supervisor"), state.get("child"), group)

@@ -13,15 +13,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, processes, releases, rundir
+from dflash_ops.remote import answers, cgroups, preflight, processes, releases, rundir
 
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
 
-_TOOLS = ("answers", "processes", "rundir", "supervisor", "stop", "view")
+_TOOLS = (
+    "answers", "cgroups", "gpuproof", "logfile", "notify", "probe", "processes", "rundir", "stop", "supervisor", "view",
+    "watch",
+)  # fmt: skip
 _TOOLS_MAIN = """\
 # The tools that this run started with: `python3 ops supervisor RUN_DIR`, `python3 ops view RUN_DIR`.
 import importlib, sys
@@ -29,16 +33,17 @@ sys.exit(importlib.import_module("dflash_ops.remote." + sys.argv[1]).main(sys.ar
 """
 _CHECK_SECONDS = 60.0
 _SPAWN_SECONDS = 15.0
-_TMUX_SECONDS = 15.0
+_TMUX_SECONDS = 5.0  # two calls, together within the client's 15 s of silence
 _FREE_GRACE = 5.0
 # The longest that a start holds its lock: all its waits. Another one waits as long, for the holder may be its own first
 # try, whose answer was lost.
 HOLD_SECONDS = _CHECK_SECONDS + 2 * _FREE_GRACE + _SPAWN_SECONDS + 2 * _TMUX_SECONDS
 _SHOW_RELEASES = "dflash-ops releases"
+_SHOW_RUNS = "dflash-ops train list"
 
 
 def main(parameters: dict[str, Any]) -> int:
-    return answers.answer(Path(parameters["path"]), lambda: start(parameters))
+    return answers.answer_with_beats(Path(parameters["path"]), lambda: start(parameters))
 
 
 def start(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -52,23 +57,66 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         if folder.exists():
             return _answer(folder, existing=True, freed=[], window=None)
         _refuse_if_busy(path, parameters)
+        _repeat(path, parameters)
         release = _release(path, parameters["release"])
         draft = folder.with_name(f".{folder.name}.tmp")
+        resumed = _resumed(path, parameters["resume"])
         try:
-            _prepare(draft, folder, release, parameters)
+            _prepare(draft, folder, release, resumed, parameters)
             freed = _free_stale(path, parameters["name"])
+            notes = preflight.check(path, parameters, resumed)
             os.rename(draft, folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         rundir.sync_folder(folder.parent)
         _spawn_supervisor(folder, parameters["python"])
-        return _answer(folder, existing=False, freed=freed, window=_open_window(folder, parameters))
+        window = _open_window(folder, parameters)
+        return _answer(folder, existing=False, freed=freed, window=window, notes=notes)
 
 
-def _answer(folder: Path, *, existing: bool, freed: list[dict[str, Any]], window: str | None) -> dict[str, Any]:
+def _answer(
+    folder: Path, *, existing: bool, freed: list[dict[str, Any]], window: str | None, notes: list[str] | None = None
+) -> dict[str, Any]:
     facts = rundir.facts(folder, processes.boot_id())
-    return {"existing": existing, "freed": freed, "window": window, "facts": facts}
+    return {"existing": existing, "freed": freed, "window": window, "notes": notes or [], "facts": facts}
+
+
+def _repeat(path: Path, parameters: dict[str, Any]) -> None:
+    """With `like`: what the start does not say itself is taken from that earlier run's folder, secrets included."""
+    if not parameters.get("like"):
+        return
+    folder = rundir.find(path, parameters["like"])
+    run = rundir.read_run(folder)
+    if not run:
+        raise answers.Fault("not_found", f"run {folder.name} has no record", f"{folder}/run.json", _SHOW_RUNS)
+    try:
+        parameters["config"] = (folder / "config.toml").read_bytes().decode("utf-8", "surrogateescape")
+        for name in ("env", "notify"):
+            if parameters.get(name) is None and (folder / name).exists():
+                text = (folder / name).read_bytes().decode("utf-8", "surrogateescape")
+                parameters[name] = text if name == "env" else [line for line in text.split("\n") if line]
+                if name == "env":
+                    parameters["env_names"] = run.get("env_names") or []
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise answers.Fault("not_found", f"run {folder.name} can't be repeated", why, _SHOW_RUNS) from None
+    parameters["config_name"] = f"config.toml of {folder.name}"
+    parameters["set"] = [*_settings(run), *parameters["set"]]
+    for name in ("restart", "stall_minutes"):
+        if parameters.get(name) is None:
+            parameters[name] = run.get(name)
+    if parameters["init_from"] is None:
+        parameters["init_from"] = run.get("init_from")
+    if parameters["resume"] is None:
+        # Before its first checkpoint it stands where it began.
+        parameters["resume"] = folder.name if rundir.checkpoints(folder) else run.get("resumes")
+
+
+def _settings(run: dict[str, Any]) -> list[str]:
+    """Its --set words; the run of an earlier dflash-ops has them in its command alone."""
+    command: list[str] = run.get("command") or []
+    return run.get("settings") or [command[at + 1] for at, word in enumerate(command[:-1]) if word == "--set"]
 
 
 def _refuse_if_busy(path: Path, parameters: dict[str, Any]) -> None:
@@ -103,7 +151,7 @@ def _release(path: Path, wanted: str | None) -> Path:
     return folder
 
 
-def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any]) -> None:
+def _prepare(draft: Path, folder: Path, release: Path, resumed: Path | None, parameters: dict[str, Any]) -> None:
     """Makes the run's folder under a name that nobody looks at, and has the release check its config."""
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -111,6 +159,9 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
         rundir.write_file(draft / "config.toml", parameters["config"].encode("utf-8", "surrogateescape"))
         if parameters["env"] is not None:
             rundir.write_file(draft / "env", parameters["env"].encode("utf-8", "surrogateescape"), mode=0o600)
+        if parameters.get("notify"):
+            urls = "".join(f"{url}\n" for url in parameters["notify"])
+            rundir.write_file(draft / "notify", urls.encode("utf-8", "surrogateescape"), mode=0o600)
         _check_config(draft / "config.toml", release, parameters)
         command = [parameters["python"], "-m", "trainer", "train", str(folder / "config.toml"), str(folder)]
         if parameters["init_from"]:
@@ -119,7 +170,6 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
                     "not_found", f"no drafter at {parameters['init_from']}", "", "give a folder in the container"
                 )
             command += ["--init-from", parameters["init_from"]]
-        resumed = _resumed(folder.parent.parent, parameters["resume"])
         if resumed is not None:
             command += ["--resume", str(resumed)]
         for setting in parameters["set"]:
@@ -136,6 +186,15 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
             "client": parameters["client"],
             "env_names": parameters["env_names"],
             "resumes": resumed.name if resumed else None,
+            "settings": parameters["set"],
+            "init_from": parameters["init_from"],
+            "like": parameters.get("like"),
+            "git": _git_state(release),
+            "restart": parameters.get("restart") or 0,
+            "restart_wait": parameters.get("restart_wait"),
+            "stall_minutes": parameters.get("stall_minutes") or 0,
+            "notified": len(parameters.get("notify") or []),
+            "log_part_bytes": parameters.get("log_part_bytes"),
         }
         rundir.write_json(draft / "run.json", run)
         _write_tools(draft / "ops")
@@ -148,24 +207,53 @@ def _prepare(draft: Path, folder: Path, release: Path, parameters: dict[str, Any
         ) from None
 
 
+def _git_state(release: Path) -> dict[str, Any]:
+    """What the release's manifest says of the git repository that it came from."""
+    manifest = rundir.read_json(release / releases.MANIFEST) or {}
+    return {name: manifest[name] for name in ("commit", "dirty", "branch") if name in manifest}
+
+
 def _check_config(config: Path, release: Path, parameters: dict[str, Any]) -> None:
     words = [parameters["python"], "-m", "trainer", "check", str(config)]
     for setting in parameters["set"]:
         words += ["--set", setting]
     try:
-        done = subprocess.run(words, cwd=release, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_SECONDS)
+        code, said = _run_with_beats(words, release, _CHECK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise answers.Fault(
             "preflight", "the release can't check the config", str(error), "dflash-ops deploy"
         ) from None
-    if done.returncode == 0:
+    if code == 0:
         return
-    lines = [line for line in done.stderr.decode("utf-8", "replace").strip().split("\n") if line.strip()]
+    lines = [line for line in said.decode("utf-8", "replace").strip().split("\n") if line.strip()]
     # The user knows the file by the name on their own machine.
-    why = (lines[-1] if lines else f"exit code {done.returncode}").replace(str(config), parameters["config_name"])
-    if done.returncode == 3:
+    why = (lines[-1] if lines else f"exit code {code}").replace(str(config), parameters["config_name"])
+    if code == 3:
         raise answers.Fault("config", "the trainer refuses the config", why, "correct it and start again")
     raise answers.Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
+
+
+def _run_with_beats(words: list[str], folder: Path, seconds: float) -> tuple[int, bytes]:
+    """Exit code and stderr of a command that may take a while."""
+    with tempfile.TemporaryFile() as errors:
+        asked = subprocess.Popen(
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, close_fds=True
+        )
+
+        def ended() -> bool:
+            return asked.poll() is not None
+
+        def tell(left: float) -> None:
+            answers.beat("the release checks the config", left)
+
+        try:
+            if not processes.wait_until(ended, seconds, every=0.02, on_wait=tell):
+                raise subprocess.TimeoutExpired(words[1:4], seconds)
+        finally:
+            asked.kill()
+            asked.wait()
+        errors.seek(0)
+        return asked.returncode, errors.read()
 
 
 def _resumed(path: Path, run: str | None) -> Path | None:
@@ -180,14 +268,18 @@ def _resumed(path: Path, run: str | None) -> Path | None:
 def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
     """Ends what dead runs of this folder left: whatever holds a GPU, and the rest of an earlier run of this name."""
     boot = processes.boot_id()
-    dead = {run["run_id"] for run in (rundir.facts(f, boot) for f in rundir.folders(path)) if not rundir.lives(run)}
+    every = [rundir.facts(folder, boot) for folder in rundir.folders(path)]
+    dead = {run["run_id"]: run["state"].get("cgroup") for run in every if not rundir.lives(run)}
 
     def stale() -> list[processes.Process]:
+        grouped = {pid: run_id for run_id, group in dead.items() for pid in cgroups.pids(group, run_id)}
         found: list[processes.Process] = []
         for process in processes.table():
             environment = processes.environment(process.pid)
             run_id = os.fsdecode(environment.get(processes.RUN_ID, b""))
             ours = run_id in dead and environment.get(processes.RUN_DIR) == os.fsencode(path / "runs" / run_id)
+            if not ours and process.pid in grouped:
+                ours, run_id = True, grouped[process.pid]
             if process.ended or not ours:
                 continue
             if rundir.name_of(run_id) == name or processes.device_minors(processes.open_files(process.pid)):
@@ -199,14 +291,20 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
     for process in freed:
         processes.send(process, signal.SIGTERM)
         processes.send(process, signal.SIGCONT)
-    if freed and not processes.wait_until(lambda: not stale(), _FREE_GRACE, every=0.2):
-        left = processes.kill_all(stale, _FREE_GRACE)
+
+    def tell(left: float) -> None:
+        answers.beat("ending what an earlier run left", left)
+
+    if freed and not processes.wait_until(lambda: not stale(), _FREE_GRACE, every=0.2, on_wait=tell):
+        left = processes.kill_all(stale, _FREE_GRACE, on_wait=tell)
         if left:
             first = processes.describe(left[0])
             why = f"process {first['pid']} ({first['command']}) is in state {first['state']}, in {first['wchan']}"
             raise answers.Fault(
                 "busy", "an earlier run still holds the GPU and can't be killed", why, "dflash-ops gpu-status"
             )
+    for run_id, group in dead.items():
+        cgroups.remove(group, run_id)
     return described
 
 
@@ -238,7 +336,10 @@ def _spawn_supervisor(folder: Path, python: str) -> None:
     def settled() -> bool:
         return (folder / "state.json").exists() or (folder / "exit.json").exists() or supervisor.poll() is not None
 
-    settled_in_time = processes.wait_until(settled, _SPAWN_SECONDS, every=0.02)
+    def tell(left: float) -> None:
+        answers.beat("the supervisor starts", left)
+
+    settled_in_time = processes.wait_until(settled, _SPAWN_SECONDS, every=0.02, on_wait=tell)
     if (folder / "state.json").exists() or (folder / "exit.json").exists():
         supervisor.returncode = 0  # it outlives this script: nobody waits for it here
         return

@@ -8,73 +8,95 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, processes, rundir
+from dflash_ops.remote import answers, cgroups, gpuproof, processes, rundir
 
 _KILL_SECONDS = 15.0
 _SUPERVISOR_SECONDS = 20.0  # it may still be clearing what the trainer left
+_MEMORY_SECONDS = 20.0
 
 
 def main(parameters: dict[str, Any]) -> int:
     path = Path(parameters["path"])
-    return answers.answer(path, lambda: stop(path, parameters["run"], grace=float(parameters["grace"])))
+    kill = float(parameters.get("kill_seconds", _KILL_SECONDS))
+    grace, again = float(parameters["grace"]), bool(parameters.get("again"))
+    return answers.answer_with_beats(path, lambda: stop(path, parameters["run"], grace, kill=kill, again=again))
 
 
-def stop(path: Path, run: str | None, grace: float) -> dict[str, Any]:
-    """Stops the run, or the only one that lives. Fault not_found when nothing of it runs."""
+def stop(
+    path: Path, run: str | None, grace: float, *, kill: float = _KILL_SECONDS, again: bool = False
+) -> dict[str, Any]:
+    """Stops the run, or the only one that lives. Fault not_found when nothing of it runs; not so when asked `again`,
+    since an earlier try, whose answer was lost, may have ended it."""
     with rundir.start_lock(path):  # a start that is going on ends first: its run then is whole
         folder = _target(path, run)
-    return stop_folder(folder, grace)
+    return stop_folder(folder, grace, kill=kill, again=again)
 
 
-def stop_folder(folder: Path, grace: float) -> dict[str, Any]:
-    """Stops this run; the answer names what would not die, with where it hangs in the kernel."""
+def stop_folder(folder: Path, grace: float, *, kill: float = _KILL_SECONDS, again: bool = False) -> dict[str, Any]:
+    """Stops this run; the answer names what would not die, with where it hangs in the kernel, and what GPU memory is
+    not back. kill: seconds for SIGKILL to take effect."""
     began = time.monotonic()
     boot = processes.boot_id()
     run = rundir.facts(folder, boot)
     members = rundir.members(run)
-    if run["exit"] is not None and not members:
-        raise answers.Fault(
-            "not_found", f"run {folder.name} is not running", _ended(run["exit"]), "dflash-ops train list"
-        )
+    same_boot = run["state"].get("boot_id") == boot
+    child = run["state"].get("child") if same_boot else None
     supervisor = processes.find(run["state"].get("supervisor")) if run["supervisor_alive"] else None
-    if supervisor is None and not members:
-        raise answers.Fault(
-            "not_found",
-            f"run {folder.name} is not running",
-            "its supervisor was lost and nothing of it lives",
-            "dflash-ops train list",
-        )
-    trainer = processes.find(run["state"].get("child")) if run["child_alive"] else None
+    proof = gpuproof.Proof(members, child, run["run"].get("gpus") or [])
+    over = not members and (supervisor is None or run["exit"] is not None)
+    if over and not again and (not same_boot or proof.back()):
+        why = _ended(run["exit"]) if run["exit"] is not None else "its supervisor was lost and nothing of it lives"
+        raise answers.Fault("not_found", f"run {folder.name} is not running", why, "dflash-ops train list")
+    trainer = processes.find(child) if run["child_alive"] else None
     for process in [supervisor] if supervisor else [trainer] if trainer else members:
         processes.send(process, signal.SIGTERM)
     for process in ([supervisor] if supervisor else []) + members:
         if process.state == "T":
             processes.send(process, signal.SIGCONT)  # a stopped process can't save
 
+    def left() -> list[processes.Process]:
+        found = rundir.members(rundir.facts(folder, boot))  # anew: the supervisor may have begun another attempt
+        proof.note(found)
+        return found
+
     def gone() -> bool:
-        return not processes.alive(run["state"].get("supervisor")) and not rundir.members(run)
+        return not processes.alive(run["state"].get("supervisor")) and not left()
 
     killed: list[dict[str, Any]] = []
-    if not processes.wait_until(gone, grace):
-        killed = [processes.describe(process) for process in rundir.members(run)]
-        processes.kill_all(lambda: rundir.members(run), _KILL_SECONDS)
-        if supervisor and not processes.wait_until(gone, _SUPERVISOR_SECONDS):
-            _end_supervisor(folder, supervisor)
+    if not processes.wait_until(gone, grace, on_wait=_say("it saves and ends; killed in", run)):
+        killed = [processes.describe(process) for process in left()]
+        cgroups.kill(run["state"].get("cgroup"), folder.name)
+        processes.kill_all(left, kill, on_wait=_say("killing what is left", run))
+        # One that will not die still holds the GPU: the supervisor stays, with its lock, and records the end.
+        if supervisor and not left():
+            ends = _say("its supervisor ends", run)
+            if not processes.wait_until(gone, _SUPERVISOR_SECONDS, on_wait=ends):
+                _end_supervisor(folder, supervisor)
     # The proof: a scan that finds nothing. What was killed needs a moment to be gone.
-    processes.wait_until(lambda: not rundir.members(run), 1.0)
-    survivors = [processes.describe(process) for process in rundir.members(run)]
-    after = rundir.facts(folder, boot)
+    processes.wait_until(lambda: not left(), 1.0)
+    survivors = [processes.describe(process) for process in left()]
+    back = bool(survivors) or processes.wait_until(
+        proof.back, _MEMORY_SECONDS, every=0.2, on_wait=_say("waiting for the GPU's memory", run)
+    )
+    if not survivors:
+        cgroups.remove(run["state"].get("cgroup"), folder.name)
     return {
         "run_id": folder.name,
         "seconds": round(time.monotonic() - began, 3),
-        "was_lost": supervisor is None,
+        "was_lost": supervisor is None and run["exit"] is None,
         "killed": killed,
         "survivors": survivors,
-        "facts": after,
+        "gpu": {**proof.result(), "back": back and not survivors},
+        "facts": rundir.facts(folder, boot),
     }
+
+
+def _say(doing: str, run: dict[str, Any]) -> Callable[[float], None]:
+    return lambda left: answers.beat(f"run {run['run_id']}: {doing}", left)
 
 
 def _target(path: Path, run: str | None) -> Path:

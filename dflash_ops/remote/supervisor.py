@@ -2,7 +2,9 @@
 
 Started by start.py as the leader of a session of its own; ssh, tmux and laptop may come and go. Its inherited
 descriptors hold the GPU locks of the hypervisor: it keeps them open as long as anything of the run may hold a GPU, and
-never hands them on, so the kernel frees them when it ends, however it ends. Standard library only, Python >= 3.9.
+never hands them on, so the kernel frees them when it ends, however it ends. A trainer that fails in a way that can heal
+is started again, as often as the run allows, and goes on from its own last checkpoint. Standard library only,
+Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -17,134 +19,221 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import cgroups, notify, processes, rundir, watch
+from dflash_ops.remote.logfile import PART_BYTES, Log
 
-LAST_LINES = 50
-_TAIL_BYTES = 64 * 1024
+STALLED_CODE = 14  # the trainer's own watchdog ends it with this; ours gives it to what it had to kill
 _RESERVE_BYTES = 16 * 1024
 _LEFTOVER_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what the trainer left running
 _LEFTOVER_LIMIT = 30.0
 _RECORD_LIMIT = 60.0  # seconds of trying to write exit.json on a full disk
+_STALL_GRACE = 10.0  # for a trainer that hangs, between SIGTERM, SIGABRT (which shows Python's stacks) and SIGKILL
+_OOM_SECONDS = 10.0  # a death by SIGKILL this soon after the kernel's own kill is taken for it
+_RESTART_WAIT = 10.0
+_LONGEST_WAIT = 600.0
+# 2: its command line, 3: its config; 126 and 127: it can't be executed. None of them heals by itself.
+_HOPELESS = (2, 3, 126, 127)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Log:
-    """Appends to the run's log, byte for byte; a full disk costs bytes, never the trainer.
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended. code: as a shell tells it. stopped: a stop had been asked for before. progressed: it did a
+    step. left: what would not die."""
 
-    What could not be written is counted, and said in the log as soon as there is room again.
-    """
+    code: int
+    signal: int | None = None
+    stopped: bool = False
+    oom: bool = False
+    progressed: bool = False
+    left: tuple[dict[str, Any], ...] = ()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-        self._missing = 0
-        self._why = ""
-        self.lost = 0
-        self.tail = b""
-
-    def write(self, data: bytes) -> None:
-        self.tail = (self.tail + data)[-_TAIL_BYTES:]
-        if self._missing:
-            notice = f"\n[dflash-ops: {self._missing} bytes of this log were lost here: {self._why}]\n".encode()
-            if self._append(notice) < len(notice):
-                self._lose(len(data))
-                return
-            self._missing = 0
-        written = self._append(data)
-        if written < len(data):
-            self._lose(len(data) - written)
-
-    def last_lines(self) -> list[str]:
-        lines = self.tail.decode("utf-8", "replace").split("\n")
-        if lines and not lines[-1]:
-            lines.pop()
-        return [line[-2000:] for line in lines[-LAST_LINES:]]
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _append(self, data: bytes) -> int:
-        """How many of the bytes are in the file now."""
-        done = 0
-        try:
-            if self._descriptor < 0:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            while done < len(data):
-                done += os.write(self._descriptor, data[done:])
-        except OSError as error:
-            self._why = error.strerror or str(error)
-        return done
-
-    def _lose(self, count: int) -> None:
-        self._missing += count
-        self.lost += count
+    @property
+    def can_heal(self) -> bool:
+        """Whether the same command may fare better the next time."""
+        if self.left or self.code in (0, *_HOPELESS):
+            return False
+        # 1 and the like before the first step: what can't start now can't start later.
+        return self.code > 128 or self.code == STALLED_CODE or self.progressed
 
 
 def supervise(folder: Path) -> None:
     """Runs the trainer of this run folder to its end and records it."""
     # The trainer's orphans become our children, so that none of them can be missed.
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    run = rundir.read_json(folder / "run.json") or {}
-    reserve = _make_reserve(folder)
-    wakeups = _catch_signals()
-    log = Log(folder / "log")
-    began = time.monotonic()
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    try:
-        trainer = _launch(folder, run, writer)
-    except OSError as error:
-        code = 127 if isinstance(error, FileNotFoundError) else 126
-        log.write(f"dflash-ops: can't start {run['command'][0]}: {error.strerror}\n".encode())
-        _record(folder, reserve, log, rundir.exit_record(run["run_id"], code, seconds=0.0))
-        return
-    os.close(writer)
-    child = processes.read(trainer.pid)
-    state = {
-        "schema_version": rundir.SCHEMA_VERSION,
-        "run_id": run["run_id"],
-        "state": "running",
-        "boot_id": processes.boot_id(),
-        "supervisor": _myself().identity(),
-        "child": {**child.identity(), "pgid": child.pid} if child else None,
-        "started_at": rundir.now(),
-    }
-    told = _write_state(folder, state)
-    pump = _Pump(reader, wakeups, log)
-    forwarded = False
-    while (status := _reap(trainer)) is None:
-        if _Signals.stop_asked and not forwarded and child is not None:
-            forwarded = processes.send(child, signal.SIGTERM)
-        told = told or _write_state(folder, state)
-        pump.turn(1.0)
-    stopped = _Signals.stop_asked  # a stop that comes now comes too late: the run has ended by itself
-    seconds = round(time.monotonic() - began, 3)
-    left = _clear(pump)
-    pump.drain()
-    exit_code = os.waitstatus_to_exitcode(status)
-    number = -exit_code if exit_code < 0 else None
-    code = 128 + number if number else exit_code
-    record = rundir.exit_record(run["run_id"], code, signal=number, seconds=seconds, stopped=stopped, left=left)
-    _record(folder, reserve, log, record)
-    _write_state(folder, {**state, "state": "exited"})
+    _Supervisor(folder).run()
 
 
-def _write_state(folder: Path, state: dict[str, Any]) -> bool:
-    """Whether state.json could be written; on a full disk it is tried again, and the run goes on."""
-    try:
-        rundir.write_json(folder / "state.json", state)
-    except OSError:
-        return False
-    return True
+class _Supervisor:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._run = rundir.read_run(folder)
+        self._reserve = _make_reserve(folder)
+        self._log = Log(folder / "log", self._run.get("log_part_bytes") or PART_BYTES)
+        reader, self._writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._pump = _Pump(reader, _catch_signals(), self._log)
+        self._memory = cgroups.OutOfMemory()
+        self._minutes = float(self._run.get("stall_minutes") or 0)
+        self._restarts: list[dict[str, Any]] = []
+        self._told = True
+        self._state: dict[str, Any] = {
+            "schema_version": rundir.SCHEMA_VERSION,
+            "run_id": self._run["run_id"],
+            "state": "running",
+            "boot_id": processes.boot_id(),
+            "supervisor": _myself().identity(),
+            "child": None,
+            "cgroup": cgroups.create(self._run["run_id"]),
+            "started_at": rundir.now(),
+            "attempt": 1,
+            "restarts": self._restarts,
+        }
+
+    def run(self) -> None:
+        began = time.monotonic()
+        outcome = self._attempt()
+        while self._may_restart and outcome.can_heal and not outcome.stopped:
+            if not self._wait(outcome):
+                outcome = None  # stopped between two attempts: there was no trainer to end
+                break
+            outcome = self._attempt()
+        record = rundir.exit_record(
+            self._run["run_id"],
+            outcome and outcome.code,
+            signal=outcome and outcome.signal,
+            seconds=round(time.monotonic() - began, 3),
+            stopped=outcome is None or outcome.stopped,
+            left=list(outcome.left) if outcome else [],
+            oom=bool(outcome and outcome.oom),
+            restarts=self._restarts,
+        )
+        cgroups.remove(self._state["cgroup"], self._run["run_id"])
+        _record(self._folder, self._reserve, self._log, record)
+        if (self._folder / "state.json").exists():
+            self._tell(state="exited")
+        notify.tell(self._folder, sys.executable, self._event(record))
+
+    @property
+    def _may_restart(self) -> bool:
+        return len(self._restarts) < (self._run.get("restart") or 0)
+
+    def _attempt(self) -> Outcome:
+        """One trainer, from its start until nothing of it is left."""
+        began = rundir.now()
+        try:
+            trainer = _launch(self._folder, self._run, self._writer, self._state["cgroup"])
+        except OSError as error:
+            self._log.note(f"can't start {self._run['command'][0]}: {error.strerror}")
+            return Outcome(127 if isinstance(error, FileNotFoundError) else 126)
+        child = processes.read(trainer.pid)
+        assert child is not None  # it is our child and not reaped yet
+        identity = {**child.identity(), "pgid": child.pid}
+        self._tell(state="running", child=identity, attempt=len(self._restarts) + 1)
+        dog = watch.Watchdog(self._folder, self._minutes)
+        ending: _Ending | None = None
+        forwarded = False
+        while (status := _reap(trainer)) is None:
+            if _Signals.stop_asked and not forwarded:
+                forwarded = processes.send(child, signal.SIGTERM)
+            if not self._told:
+                self._tell()
+            self._memory.look()
+            if dog.look(self._log.end):
+                self._tell_stall(dog, child)
+            if dog.stalled and ending is None and self._may_restart and not _Signals.stop_asked:
+                ending = _Ending(child, min(_STALL_GRACE, 60 * self._minutes))
+            if ending is not None:
+                ending.go_on()
+            self._pump.turn(1.0 if ending is None else 0.1)
+        stopped = _Signals.stop_asked  # a stop that comes now comes too late: it has ended by itself
+        oom = not stopped and ending is None and self._memory.within(_OOM_SECONDS)
+        left = _clear(self._pump, self._state["cgroup"], self._run["run_id"])
+        self._pump.drain()
+        code = os.waitstatus_to_exitcode(status)
+        number = -code if code < 0 else None
+        code = STALLED_CODE if ending is not None else 128 + number if number else code
+        progressed = watch.did_a_step_since(self._folder, began)
+        oom = oom and code == 128 + signal.SIGKILL
+        if oom:
+            self._log.note("the kernel killed the trainer: the container's memory was full (OOM)")
+        return Outcome(code, number, stopped, oom, progressed, tuple(left))
+
+    def _wait(self, outcome: Outcome) -> bool:
+        """Waits before the next attempt, longer each time; whether there shall be one."""
+        number = len(self._restarts)
+        first = self._run.get("restart_wait")
+        seconds = min((_RESTART_WAIT if first is None else first) * 2**number, _LONGEST_WAIT)
+        record = {
+            "attempt": number + 1,
+            "code": outcome.code,
+            "signal": outcome.signal,
+            "oom": outcome.oom,
+            "step": watch.step_of(self._folder),
+            "ended_at": rundir.now(),
+            "wait_s": seconds,
+        }
+        self._restarts.append(record)
+        most = self._run.get("restart")
+        self._log.note(f"exit code {outcome.code}; restart {number + 1} of {most} in {seconds:g} s")
+        self._tell(state="waiting", child=None)
+        notify.tell(self._folder, sys.executable, "restarting")
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not _Signals.stop_asked:
+            _reap(None)
+            self._pump.turn(min(left, 1.0))
+        return not _Signals.stop_asked
+
+    def _tell_stall(self, dog: watch.Watchdog, child: processes.Process) -> None:
+        if not dog.stalled:
+            self._log.note("a new step: the run goes on")
+            self._tell(state="running")
+            return
+        self._log.note(f"no new step in {dog.quiet_seconds / 60:.1f} minutes; {watch.stacks(child, sys.executable)}")
+        dog.forgive(self._log.end)
+        self._tell(state="stalled")
+        notify.tell(self._folder, sys.executable, "stalled")
+
+    def _tell(self, **changes: Any) -> None:
+        """Writes state.json; on a full disk it is tried again, and the run goes on."""
+        self._state.update(changes)
+        try:
+            rundir.write_json(self._folder / "state.json", self._state)
+        except OSError:
+            self._told = False
+        else:
+            self._told = True
+
+    def _event(self, record: dict[str, Any]) -> str:
+        status = rundir.read_json(self._folder / "status.json") or {}
+        if record["code"] == 0 and status.get("state") != "stopped" and not record["stopped"]:
+            return "finished"
+        return "stopped" if record["stopped"] or record["code"] == 0 else "failed"
+
+
+class _Ending:
+    """Ends a trainer that hangs: it may still save, then it shows its Python stacks as it dies, then it just dies."""
+
+    def __init__(self, child: processes.Process, grace: float) -> None:
+        self._child, self._grace = child, grace
+        self._due: list[tuple[float, int]] = []
+        moment = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGABRT, signal.SIGKILL):
+            self._due.append((moment, number))
+            moment += grace
+
+    def go_on(self) -> None:
+        while self._due and time.monotonic() >= self._due[0][0]:
+            _, number = self._due.pop(0)
+            if number != signal.SIGABRT or watch.dumps_no_core(self._child):
+                processes.send(self._child, number)
+                processes.send(self._child, signal.SIGCONT)
 
 
 class _Signals:
@@ -171,10 +260,13 @@ def _catch_signals() -> int:
     return reading.detach()
 
 
-def _launch(folder: Path, run: dict[str, Any], writer: int) -> subprocess.Popen[bytes]:
+def _launch(folder: Path, run: dict[str, Any], writer: int, group: str | None) -> subprocess.Popen[bytes]:
     def in_child() -> None:
         # Should the supervisor be killed, the trainer is asked to save and end: nobody would hold its GPU lock then.
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if group is not None:  # before it can fork: nothing of it is ever outside
+            with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as members:
+                members.write("0")
 
     return subprocess.Popen(
         run["command"],
@@ -194,6 +286,8 @@ def trainer_environment(folder: Path, run: dict[str, Any]) -> dict[bytes, bytes]
     environment = dict(os.environb)
     with contextlib.suppress(FileNotFoundError):
         environment.update(parse_environment((folder / "env").read_bytes()))
+    environment.setdefault(b"DFLASH_SHARED", os.fsencode(folder.parent.parent / "shared"))
+    environment.setdefault(b"PYTHONFAULTHANDLER", b"1")  # a crash leaves Python's stacks in the log
     environment.update(
         {
             processes.RUN_ID: run["run_id"].encode(),
@@ -229,23 +323,17 @@ class _Pump:
             if key.fd == self._wakeups:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeups, 4096)
-            elif not self._read():
-                self._selector.unregister(self._reader)  # every writer has closed it; the trainer may live on
+            else:
+                self._log.write(os.read(self._reader, 64 * 1024))
 
     def drain(self) -> None:
-        """Everything that is in the pipe now."""
+        """Everything that is in the pipe now. It has no end: we hold its other side, for the next attempt."""
         with contextlib.suppress(BlockingIOError):
-            while self._read():
-                pass
-
-    def _read(self) -> bool:
-        data = os.read(self._reader, 64 * 1024)
-        if data:
-            self._log.write(data)
-        return bool(data)
+            while True:
+                self._log.write(os.read(self._reader, 64 * 1024))
 
 
-def _reap(trainer: subprocess.Popen[bytes]) -> int | None:
+def _reap(trainer: subprocess.Popen[bytes] | None) -> int | None:
     """Buries every dead child; the trainer's wait status once it is among them."""
     status = None
     while True:
@@ -255,12 +343,12 @@ def _reap(trainer: subprocess.Popen[bytes]) -> int | None:
             return status
         if pid == 0:
             return status
-        if pid == trainer.pid:
+        if trainer is not None and pid == trainer.pid:
             trainer.returncode = os.waitstatus_to_exitcode(found)
             status = found
 
 
-def _clear(pump: _Pump) -> list[dict[str, Any]]:
+def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
     """Ends what the trainer left running, for a run is over when all of it is; returns what would not go.
 
     As subreaper we are the parent of every orphan: no child of ours left means nothing of the run left.
@@ -280,6 +368,8 @@ def _clear(pump: _Pump) -> list[dict[str, Any]]:
         if waited > _LEFTOVER_LIMIT:
             return [processes.describe(process) for process in left]
         if waited > _LEFTOVER_GRACE or not asked:
+            if asked:
+                cgroups.kill(group, run_id)
             for process in left:
                 processes.send(process, signal.SIGKILL if asked else signal.SIGTERM)
                 processes.send(process, signal.SIGCONT)

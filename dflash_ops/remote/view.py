@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, processes, rundir, stop
+from dflash_ops.remote import answers, logfile, processes, rundir, stop
 
 _BACKLOG_BYTES = 64 * 1024
 _STOP_GRACE = 60.0
@@ -27,11 +27,10 @@ _ESCAPE = re.compile(rb"\x1b(?!\[[0-9;]*m)")
 def main(words: list[str]) -> int:
     folder = Path(words[0])
     _say(f"run {folder.name}: Ctrl-C asks whether to stop it; C-b d leaves this window")
-    offset = max(0, _size(folder / "log") - _BACKLOG_BYTES)
+    reader = logfile.Reader(folder, max(0, logfile.end(folder) - _BACKLOG_BYTES))
     while True:
         try:
-            offset, over = _turn(folder, offset)
-            if over:
+            if _turn(folder, reader):
                 break
             time.sleep(0.2)
         except KeyboardInterrupt:
@@ -43,17 +42,14 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _turn(folder: Path, offset: int) -> tuple[int, bool]:
-    """Shows what is new in the log; the new offset, and whether the run is over and all of its log shown."""
+def _turn(folder: Path, reader: logfile.Reader) -> bool:
+    """Shows what is new in the log; whether the run is over and all of its log shown."""
     boot = processes.boot_id()
     over = not rundir.lives(rundir.facts(folder, boot))
-    with contextlib.suppress(FileNotFoundError), open(folder / "log", "rb") as log:
-        log.seek(offset)
-        data = log.read()
+    while data := reader.read():
         sys.stdout.buffer.write(_ESCAPE.sub(b"?", _CONTROL.sub(b"?", data)))
         sys.stdout.buffer.flush()
-        offset += len(data)
-    return offset, over
+    return over
 
 
 def _ask(folder: Path) -> None:
@@ -75,6 +71,8 @@ def _ask(folder: Path) -> None:
         return
     for survivor in done["survivors"]:
         _say(f"process {survivor['pid']} would not end: state {survivor['state']} in {survivor['wchan']}")
+    for held in done["gpu"]["held"]:
+        _say(f"GPU {held['index']} still has {held['used_mib']} MiB in use")
 
 
 def _verdict(folder: Path) -> str:
@@ -95,13 +93,6 @@ def _watched() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return shown.stdout.strip() not in (b"", b"0")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _say(text: str) -> None:

@@ -104,7 +104,7 @@ def call(verb: str, parameters: dict[str, Any], *, prefix: tuple[str, ...] = ())
     """Runs a remote script here, as it is sent; its exit code and its answer."""
     done = call_bytes(verb, parameters, prefix=prefix)
     assert done.stdout.strip(), done.stderr.decode()
-    return done.returncode, json.loads(done.stdout)
+    return done.returncode, json.loads(done.stdout.strip().split(b"\n")[-1])  # before it: signs of life
 
 
 def call_bytes(
@@ -131,6 +131,7 @@ def start_parameters(path: Path, name: str, config: str, **more: Any) -> dict[st
         "resume": None,
         "init_from": None,
         "client": "tests",
+        "room_bytes": 0,
         **more,
     }
 

@@ -153,6 +153,8 @@ def test_env_names_never_show_a_value(wrong: str) -> None:
         ["logs", ""],
         ["status", ""],
         ["wait", ""],
+        ["restart", ""],
+        ["stop", "--session", ""],
         ["start", "c", "--resume", ""],
         ["start", "c", "--init-from", ""],
     ],

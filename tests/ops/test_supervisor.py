@@ -23,8 +23,8 @@ from stand_in import call, call_bytes, carriers, exists, retry_until
 
 from dflash_ops import render_runs, runs
 from dflash_ops.remote import answers, processes, rundir, start
-from dflash_ops.remote.follow import tail_offset
-from dflash_ops.remote.supervisor import Log, parse_environment
+from dflash_ops.remote.logfile import Log, tail_offset
+from dflash_ops.remote.supervisor import parse_environment
 
 
 class Box:
@@ -135,6 +135,7 @@ def test_the_environment_is_the_supervisors_own_making(box: Box) -> None:
     assert environment[b"CUDA_VISIBLE_DEVICES"] == b"1,0"
     assert environment[b"CUDA_DEVICE_ORDER"] == b"PCI_BUS_ID"
     assert environment[b"PYTHONUNBUFFERED"] == b"1"
+    assert environment[b"DFLASH_SHARED"] == os.fsencode(folder.parent.parent / "shared")
     # Nowhere else does the secret show: not in a command line, a record, the log, or another process's environment.
     assert (folder / "env").stat().st_mode & 0o777 == 0o600
     secret = b"a b=c'\"$x"
@@ -454,7 +455,7 @@ def test_a_binary_log_arrives_as_it_was_written(box: Box) -> None:
         "follow", {"path": str(box.path), "run": "a", "offset": 100, "tail": None, "follow": True, "quiet": False}
     )
     header, _, data = done.stdout.partition(b"\n")
-    assert json.loads(header) == {"schema_version": 1, "ok": True, "run_id": folder.name, "offset": 100}
+    assert json.loads(header) == {"schema_version": 1, "ok": True, "run_id": folder.name, "offset": 100, "gone": 0}
     assert data == (folder / "log").read_bytes()[100:]
     assert data.startswith(bytes(range(100, 256)))
 
@@ -495,7 +496,7 @@ def test_following_ends_with_the_run_and_with_its_reader(box: Box) -> None:
 )
 def test_tail_offset(tmp_path: Path, text: bytes, lines: int, offset: int) -> None:
     (tmp_path / "log").write_bytes(text)
-    assert tail_offset(tmp_path / "log", lines) == offset
+    assert tail_offset(tmp_path, lines) == offset
 
 
 # -- the window

@@ -1,0 +1,170 @@
+"""Whether the GPU memory of processes that were ended is back: asked of nvidia-smi before and after.
+
+The driver charges memory to the process that opened the device, also when it is dead and a child keeps the descriptor:
+a process table without members is no proof. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_ops.remote import probe, processes
+
+SMI_SECONDS = 5.0
+_FORMAT = "--format=csv,noheader,nounits"
+_QUERIES = {
+    "gpus": ["--query-gpu=index,uuid,pci.bus_id,memory.used,memory.total", _FORMAT],
+    "apps": ["--query-compute-apps=gpu_uuid,pid,used_gpu_memory", _FORMAT],
+}
+# What memory.used may differ from the sum of the processes beyond what was charged.
+_SLACK_MIB = 32.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU by nvidia-smi, as this container sees it. Memory in MiB; None: nvidia-smi had no value."""
+
+    index: int
+    uuid: str
+    bus: str
+    used: float | None
+    total: float | None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One look. charges: (uuid, pid, MiB), pids of the dead among them. why: nvidia-smi could not tell; missing: it is
+    not even there."""
+
+    cards: tuple[Card, ...] = ()
+    charges: tuple[tuple[str, int, float | None], ...] = ()
+    why: str = ""
+    missing: bool = False
+
+    def card(self, uuid: str) -> Card | None:
+        return next((card for card in self.cards if card.uuid == uuid), None)
+
+
+def look(seconds: float = SMI_SECONDS) -> Picture:
+    """Asks nvidia-smi, for so long at most."""
+    told = probe.ask_smi(_QUERIES, seconds)
+    for answer in told.values():
+        if answer["code"] != 0:
+            last = [line for line in answer["out"].strip().split("\n") if line.strip()]
+            why = answer["why"] or (last[-1] if last else f"nvidia-smi ended with {answer['code']}")
+            return Picture(why=why, missing=answer["code"] is None and "no answer" not in answer["why"])
+    cards: list[Card] = []
+    for cells in _rows(told["gpus"]["out"], 5):
+        if cells[0].isdigit():
+            cards.append(Card(int(cells[0]), cells[1], cells[2], _number(cells[3]), _number(cells[4])))
+    charges = [
+        (cells[0], int(cells[1]), _number(cells[2])) for cells in _rows(told["apps"]["out"], 3) if cells[1].isdigit()
+    ]
+    return Picture(tuple(cards), tuple(charges))
+
+
+def holders_of(card: Card) -> list[dict[str, Any]]:
+    """The living processes here that have this card's device open."""
+    minors = {bus[-12:].lower(): minor for bus, minor in probe.device_minor_by_bus().items()}
+    minor = minors.get(card.bus[-12:].lower(), card.index)
+    return [holder for holder in probe.holders() if minor in holder["minors"]]
+
+
+class Proof:
+    """Remembers what the processes that are to be ended hold, and tells whether it is back."""
+
+    def __init__(self, targets: Iterable[processes.Process], child: dict[str, Any] | None, gpus: list[int]) -> None:
+        targets = list(targets)
+        self._known: dict[int, int] = {}
+        if child is not None:
+            self._known[child["pid"]] = child["start"]
+        self.note(targets)
+        opened = any(processes.device_minors(processes.open_files(process.pid)) for process in targets)
+        self.wanted = bool(gpus) or opened
+        self.before = look() if self.wanted else Picture(missing=True)
+        self.after = self.before
+
+    def note(self, targets: Iterable[processes.Process]) -> None:
+        """More processes that belong to what is ended."""
+        for process in targets:
+            self._known.setdefault(process.pid, process.start)
+
+    def back(self) -> bool:
+        """Whether nothing is charged to them any more, and the cards show it. True where no nvidia-smi is."""
+        if self.before.missing:
+            return True
+        self.after = look()
+        if self.after.why:
+            return False
+        return not self._charged(self.after) and not self._still_full()
+
+    def result(self) -> dict[str, Any]:
+        """For the answer. Call after the last `back`."""
+        checked = self.wanted and not self.before.missing
+        held: list[dict[str, Any]] = []
+        charged = self._charged(self.after) if checked else {}
+        full = self._still_full() if checked and not self.after.why else []
+        for uuid in sorted(set(charged) | set(full)):
+            card = self.after.card(uuid)
+            if card is None:
+                continue
+            held.append(
+                {
+                    "index": card.index,
+                    "used_mib": card.used,
+                    "charged_mib": charged.get(uuid),
+                    "holders": [_brief(holder) for holder in holders_of(card)],
+                }
+            )
+        return {"checked": checked, "why": self.after.why if checked else "", "held": held}
+
+    def _charged(self, picture: Picture) -> dict[str, float]:
+        """MiB by card that known processes are charged with; a pid that has a new owner is not theirs."""
+        found: dict[str, float] = {}
+        for uuid, pid, mib in picture.charges:
+            if pid in self._known:
+                owner = processes.read(pid)
+                if owner is None or owner.start == self._known[pid]:
+                    found[uuid] = found.get(uuid, 0.0) + (mib or 0.0)
+        return found
+
+    def _still_full(self) -> list[str]:
+        """Cards whose used memory did not fall by what was charged, less what others took meanwhile."""
+        if self.before.why:
+            return []
+        full: list[str] = []
+        for uuid, mib in self._charged_before.items():
+            was, now = self.before.card(uuid), self.after.card(uuid)
+            if was is None or now is None or was.used is None or now.used is None:
+                continue
+            others = sum(m or 0.0 for u, pid, m in self.after.charges if u == uuid and pid not in self._known)
+            others -= sum(m or 0.0 for u, pid, m in self.before.charges if u == uuid and pid not in self._known)
+            if now.used > was.used - mib + max(0.0, others) + max(_SLACK_MIB, mib / 50):
+                full.append(uuid)
+        return full
+
+    @property
+    def _charged_before(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for uuid, pid, mib in self.before.charges:
+            if pid in self._known:
+                found[uuid] = found.get(uuid, 0.0) + (mib or 0.0)
+        return found
+
+
+def _brief(holder: dict[str, Any]) -> dict[str, Any]:
+    return {key: holder[key] for key in ("pid", "start", "state", "wchan", "command")}
+
+
+def _rows(csv: str, width: int) -> list[list[str]]:
+    rows = ([cell.strip() for cell in line.split(",")] for line in csv.split("\n"))
+    return [row for row in rows if len(row) == width]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None  # [N/A], [GPU is lost], ERR!

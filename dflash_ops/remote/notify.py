@@ -1,0 +1,135 @@
+"""Tells somebody what became of a run: a webhook gets it as JSON, any other URL goes through apprise, if installed.
+
+A process of its own, so that a dead webhook delays nothing: `python3 ops notify RUN_DIR EVENT`. URLs often are secrets:
+they lie in the run's file `notify` (0600) and are shown nowhere. What went wrong stands in notify.log. Standard library
+only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import rundir
+
+_TRIES = 3
+_SECONDS = 10.0
+_LINES = 5
+
+
+def main(words: list[str]) -> int:
+    folder, event = Path(words[0]), words[1]
+    message = describe(folder, event)
+    failed = 0
+    for number, url in enumerate(urls(folder), start=1):
+        problem = send(url, message)
+        failed += bool(problem)
+        with open(folder / "notify.log", "a", encoding="utf-8") as log:
+            log.write(f"{rundir.now()} {event}: notification {number} {problem or 'sent'}\n")
+    return 1 if failed else 0
+
+
+def urls(folder: Path) -> list[str]:
+    try:
+        return [line for line in (folder / "notify").read_text(encoding="utf-8").split("\n") if line]
+    except OSError:
+        return []
+
+
+def tell(folder: Path, python: str, event: str) -> None:
+    """Starts the process that tells, and does not wait. event: finished, stopped, failed, stalled, restarting."""
+    if not (folder / "notify").exists():
+        return
+    try:
+        subprocess.Popen(
+            [python, "-B", str(folder / "ops"), "notify", str(folder), event],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            close_fds=True,  # the GPU locks stay ours
+        ).returncode = 0  # it may outlive us: nobody waits for it here
+    except OSError:
+        return
+
+
+def describe(folder: Path, event: str) -> dict[str, Any]:
+    """The message: `text` for people (as Slack reads it; `content` is Discord's word for it), the rest for programs."""
+    ended = rundir.read_json(folder / "exit.json") or {}
+    status = rundir.read_json(folder / "status.json") or {}
+    step, total = status.get("step"), status.get("total_steps")
+    at = f" at step {step}/{total}" if step is not None else ""
+    why = f" (exit code {ended['code']}{', out of memory' if ended.get('oom') else ''})" if ended.get("code") else ""
+    text = f"run {folder.name} on {socket.gethostname()}: {event}{at}{why}"
+    last: list[str] = ended.get("last_lines") or []
+    lines = last[-_LINES:] if event == "failed" else []
+    return {
+        "schema_version": rundir.SCHEMA_VERSION,
+        "event": event,
+        "run_id": folder.name,
+        "name": rundir.name_of(folder.name),
+        "host": socket.gethostname(),
+        "code": ended.get("code"),
+        "signal": ended.get("signal"),
+        "step": step,
+        "total_steps": total,
+        "error": status.get("error"),
+        "last_lines": lines,
+        "time": rundir.now(),
+        "text": "\n".join([text, *lines]),
+        "content": "\n".join([text, *lines])[:1900],
+    }
+
+
+def send(url: str, message: dict[str, Any]) -> str:
+    """What went wrong, without the URL, which may hold a token; empty when it was taken."""
+    if not is_webhook(url):
+        return _by_apprise(url, message)
+    problem = ""
+    for tried in range(_TRIES):
+        time.sleep(tried)
+        try:
+            request = urllib.request.Request(
+                url, json.dumps(message).encode(), {"Content-Type": "application/json", "User-Agent": "dflash-ops"}
+            )
+            with urllib.request.urlopen(request, timeout=_SECONDS):
+                return ""
+        except Exception as error:
+            code = getattr(error, "code", None)
+            why = f"HTTP {code}" if code else str(getattr(error, "reason", type(error).__name__))
+            problem = f"failed: {why}"
+            if code is not None and 400 <= code < 500 and code != 429:
+                return problem  # it will not be taken the next time either
+    return problem
+
+
+def is_webhook(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def has_apprise() -> bool:
+    return importlib.util.find_spec("apprise") is not None
+
+
+def _by_apprise(url: str, message: dict[str, Any]) -> str:
+    try:
+        apprise: Any = importlib.import_module("apprise")
+        sender = apprise.Apprise()
+        if not sender.add(url):
+            return "failed: apprise does not know such a URL"
+        return "" if sender.notify(title=f"dflash-ops: {message['event']}", body=message["text"]) else "failed: apprise"
+    except Exception as error:  # a plug-in's error may hold the URL: its kind has to do
+        return f"failed: {type(error).__name__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""What a run needs of the container besides code: free GPUs, room for checkpoints, shared memory, apprise.
+
+Each refusal says what is missing and what to do. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import gpuproof, notify, processes, rundir
+from dflash_ops.remote.answers import Fault
+
+ROOM_BYTES = 1 << 30
+SHM_BYTES = 64 << 20  # for each GPU: NCCL and torch's workers exchange data there
+_SHM = Path("/dev/shm")
+# A card that somebody else uses: more than a desktop or a persistence daemon takes.
+_TAKEN_SHARE = 0.1
+
+
+def check(path: Path, parameters: dict[str, Any], resumed: Path | None) -> list[str]:
+    """Fault when something is missing; else what could not be checked, one line each."""
+    notes: list[str] = []
+    gpus: list[int] | None = parameters["gpus"]
+    _shared_memory(len(gpus or []))
+    _room(path, parameters, resumed)
+    if gpus != [] and not parameters.get("share_gpus"):
+        notes += _gpus(path, gpus)
+    urls: list[str] = parameters.get("notify") or []
+    if not all(map(notify.is_webhook, urls)):
+        _apprise(parameters["python"])
+    return notes
+
+
+def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
+    """wanted: as nvidia-smi numbers them here; None: all that there are, of which nothing is asked but that no
+    process of the container uses them that is in no run."""
+    picture = gpuproof.look()
+    if picture.missing:
+        return [f"GPUs were not checked: {picture.why}"] if wanted else []
+    if picture.why:
+        if wanted is None:
+            return [f"GPUs were not checked: {picture.why}"]
+        raise Fault("preflight", "nvidia-smi does not answer", picture.why, "in the container: nvidia-smi")
+    known = {card.index for card in picture.cards}
+    missing = sorted(set(wanted or []) - known)
+    if missing:
+        has = ", ".join(map(str, sorted(known))) or "none"
+        raise Fault(
+            "preflight",
+            f"there is no GPU {', '.join(map(str, missing))}",
+            f"nvidia-smi in the container shows {has}",
+            "correct --gpus, `gpus` in the inventory, or what the host passes in (dev0: /dev/nvidia0 ...)",
+        )
+    ours = _pids_of_runs(path)
+    for card in picture.cards:
+        if wanted is not None and card.index not in wanted:
+            continue
+        charges = [(pid, mib) for uuid, pid, mib in picture.charges if uuid == card.uuid and pid not in ours]
+        for pid, mib in charges:
+            command = processes.command(pid)[:80] or "which is gone; a child of it keeps the memory"
+            raise Fault(
+                "busy",
+                f"GPU {card.index} is taken",
+                f"process {pid} ({command}) of no run uses {mib or 0:.0f} MiB",
+                "dflash-ops train list --all; or --share-gpus",
+            )
+        own = sum(mib or 0.0 for uuid, _, mib in picture.charges if uuid == card.uuid)
+        if wanted is not None and card.used is not None and card.total:
+            others = card.used - own
+            if others > _TAKEN_SHARE * card.total:
+                raise Fault(
+                    "busy",
+                    f"GPU {card.index} is taken",
+                    f"{others:.0f} of its {card.total:.0f} MiB are in use, by nobody in this container",
+                    "dflash-ops gpu-status; or --share-gpus",
+                )
+    return []
+
+
+def _pids_of_runs(path: Path) -> set[int]:
+    """Processes of the runs of this folder, living or dead: who uses a GPU for a run that lives is told by its lock."""
+    boot = processes.boot_id()
+    found: set[int] = set()
+    for folder in rundir.folders(path):
+        run = rundir.facts(folder, boot)
+        if run["state"].get("boot_id") == boot:
+            child = run["state"].get("child")
+            if child is not None:
+                owner = processes.read(child["pid"])
+                if owner is None or owner.start == child["start"]:
+                    found.add(child["pid"])
+            if run["exit"] is None:
+                found |= {process.pid for process in rundir.members(run)}
+    return found
+
+
+def _room(path: Path, parameters: dict[str, Any], resumed: Path | None) -> None:
+    """Room for two checkpoints more, as large as those of the run that is gone on from or of the last of this name."""
+    earlier = [resumed] if resumed else []
+    same = [folder for folder in rundir.folders(path) if rundir.name_of(folder.name) == parameters["name"]]
+    earlier += reversed(same)
+    size = next((size for size in map(_newest_checkpoint, earlier) if size), 0)
+    needed = max(int(parameters.get("room_bytes", ROOM_BYTES)), 2 * size)
+    (path / "runs").mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path / "runs").free
+    if free < needed:
+        why = f"{free >> 20} MiB are free, {needed >> 20} needed"
+        if 2 * size == needed:
+            why += f": two checkpoints of {size >> 20} MiB"
+        raise Fault(
+            "preflight",
+            "there is no room for the checkpoints",
+            why,
+            "remove old runs and releases (dflash-ops prune), or enlarge the container's disk",
+            str(path / "runs"),
+        )
+
+
+def _newest_checkpoint(folder: Path) -> int:
+    names = rundir.checkpoints(folder)
+    size = 0
+    for place, _, files in os.walk(folder / "checkpoints" / names[-1] if names else folder / "checkpoints" / "none"):
+        for name in files:
+            try:
+                size += os.lstat(os.path.join(place, name)).st_size
+            except OSError:
+                continue  # removed meanwhile
+    return size
+
+
+def _shared_memory(gpus: int) -> None:
+    needed = SHM_BYTES * gpus
+    if not gpus:
+        return
+    try:
+        free = shutil.disk_usage(_SHM).free
+    except OSError as error:
+        free, why = 0, error.strerror or str(error)
+    else:
+        why = f"{free >> 20} MiB are free, {needed >> 20} needed for {gpus} GPUs"
+    if free < needed:
+        raise Fault(
+            "preflight",
+            "/dev/shm is too small",
+            why,
+            f"in the container: ls -l {_SHM}, and remove what dead processes left; or mount -o remount,size=2G {_SHM}",
+        )
+
+
+def _apprise(python: str) -> None:
+    words = [python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('apprise') is None)"]
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return  # the same Python checks the config next, and says more
+    if done.returncode:
+        raise Fault(
+            "preflight",
+            "only webhooks (https://...) can be notified",
+            "the container's Python has no apprise, which other URLs need",
+            f"in the container: {python} -m pip install apprise",
+        )

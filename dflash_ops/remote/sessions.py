@@ -1,0 +1,239 @@
+"""What was started by hand: tmux sessions of the container's default server, and who else holds a GPU; and their end.
+
+A session's processes are those below its panes and those that were started in one of them, by tmux's own words in their
+environment. tmux servers, runs of ours, and whatever was started elsewhere are never touched. Standard library only,
+Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import answers, cgroups, gpuproof, probe, processes, rundir
+
+TMUX_SECONDS = 15.0
+_KILL_SECONDS = 15.0
+_MEMORY_SECONDS = 20.0
+_TMUX = ("tmux", "-L", "default")
+_FIELDS = ("session_name", "session_created", "session_attached", "pid", "socket_path", "pane_id", "pane_pid")
+_SHELLS = {"bash", "sh", "dash", "zsh", "fish", "ksh", "ash"}
+_SHOW = "dflash-ops train list --all"
+
+
+def main(parameters: dict[str, Any]) -> int:
+    path = Path(parameters["path"])
+    name = parameters.get("stop")
+    if name is None:
+        return answers.answer(path, lambda: listing(path))
+    kill = float(parameters.get("kill_seconds", _KILL_SECONDS))
+    return answers.answer_with_beats(path, lambda: stop(path, name, float(parameters["grace"]), kill))
+
+
+def listing(path: Path) -> dict[str, Any]:
+    """The runs, the sessions, and the processes with a GPU that are of no run and no session."""
+    boot = processes.boot_id()
+    runs = [rundir.facts(folder, boot) for folder in rundir.folders(path)]
+    holders = {holder["pid"]: holder for holder in probe.holders() if holder["minors"]}
+    charges: dict[int, float] = {}
+    if holders:
+        for _, pid, mib in gpuproof.look().charges:
+            charges[pid] = charges.get(pid, 0.0) + (mib or 0.0)
+    ours = _of_runs(path)
+    sessions: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for session in _sessions():
+        members = _members(session, ours)
+        seen |= {process.pid for process in members}
+        described = [_described(process, holders, charges) for process in members]
+        shown = {key: session[key] for key in ("name", "created_at", "attached")}
+        sessions.append({**shown, "processes": described})
+    others = [
+        _described(process, holders, charges)
+        for process in (processes.read(pid) for pid in holders if pid not in seen and pid not in ours)
+        # An open device without a charge is a monitor; where nobody is charged, the driver does not tell.
+        if process is not None and (process.pid in charges or not charges)
+    ]
+    return {"runs": runs, "sessions": sessions, "gpu_processes": others}
+
+
+def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
+    """Ends the session of exactly this name, and its processes: SIGTERM, grace, the session, SIGKILL, a new scan, and
+    the GPU memory back."""
+    began = time.monotonic()
+    every = _sessions()
+    session = next((session for session in every if session["name"] == name), None)
+    if session is None:
+        names = ", ".join(session["name"] for session in every) or "none"
+        raise answers.Fault("not_found", f"there is no session {name!r}", f"tmux has: {names}", _SHOW)
+    ours = _of_runs(path)
+    # Remembered, since without its session a process is known by its environment alone.
+    panes = dict(session)
+    known: dict[int, processes.Process] = {}
+
+    def left() -> list[processes.Process]:
+        for process in _members(panes, ours):
+            known.setdefault(process.pid, process)
+        below: set[int] = set()
+        everything = processes.table()
+        for process in known.values():
+            if processes.alive(process.identity()):
+                below |= processes.descendants(process, everything) | {process.pid}
+        found = [process for process in everything if process.pid in below and not process.ended]
+        found = [process for process in found if _may_end(process, ours)]
+        proof.note(found)
+        return found
+
+    first = _members(panes, ours)
+    ended = [processes.describe(process) for process in first]
+    proof = gpuproof.Proof(first, None, [])
+    for process in left():
+        processes.send(process, signal.SIGTERM)
+        processes.send(process, signal.SIGCONT)
+    processes.wait_until(
+        lambda: all(_is_idle_shell(process) for process in left()),
+        grace,
+        on_wait=lambda left: answers.beat(f"session {name}: its processes end; killed in", left),
+    )
+    _tmux("kill-session", "-t", f"={name}")
+    processes.wait_until(lambda: not left(), 1.0)
+    killed = [processes.describe(process) for process in left() if not _is_idle_shell(process)]
+    processes.kill_all(left, kill, on_wait=lambda left: answers.beat(f"session {name}: killing what is left", left))
+    survivors = [processes.describe(process) for process in left()]
+    back = bool(survivors) or processes.wait_until(
+        proof.back, _MEMORY_SECONDS, every=0.2, on_wait=lambda left: answers.beat("waiting for the GPU's memory", left)
+    )
+    still = any(session["name"] == name and session["id"] == panes["id"] for session in _sessions())
+    return {
+        "session": name,
+        "seconds": round(time.monotonic() - began, 3),
+        "ended": ended,
+        "killed": killed,
+        "survivors": survivors,
+        "session_left": still,
+        "gpu": {**proof.result(), "back": back and not survivors},
+    }
+
+
+def _sessions() -> list[dict[str, Any]]:
+    """The sessions of root's default tmux server; none without a server or without tmux."""
+    words = "\t".join(f"#{{{name}}}" for name in ("session_id", *_FIELDS))
+    done = _tmux("list-panes", "-a", "-F", words)
+    found: dict[str, dict[str, Any]] = {}
+    if done is None or done.returncode != 0:
+        return []
+    for row in done.stdout.decode("utf-8", "replace").split("\n"):
+        cells = row.split("\t")
+        if len(cells) != len(_FIELDS) + 1 or not (cells[4].isdigit() and cells[7].isdigit()):
+            continue
+        number, name, created, attached, server, socket, pane, pid = cells
+        moment = time.gmtime(int(created)) if created.isdigit() else None
+        session = found.setdefault(
+            number,
+            {
+                "id": number,
+                "name": name,
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", moment) if moment else None,
+                "attached": attached not in ("", "0"),
+                "server": int(server),
+                "socket": socket,
+                "panes": {},
+            },
+        )
+        session["panes"][pane] = int(pid)
+    return list(found.values())
+
+
+def _tmux(*words: str) -> subprocess.CompletedProcess[bytes] | None:
+    environment = {key: value for key, value in os.environb.items() if key not in (b"TMUX", b"TMUX_PANE")}
+    try:
+        return subprocess.run(
+            [*_TMUX, *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=TMUX_SECONDS, env=environment
+        )
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired:
+        why = f"tmux gave no answer in {TMUX_SECONDS:.0f} s"
+        raise answers.Fault("failed", "the tmux server hangs", why, "in the container: tmux -L default ls") from None
+
+
+def _members(session: dict[str, Any], ours: set[int]) -> list[processes.Process]:
+    """The session's living processes, those that ran away from it included."""
+    everything = processes.table()
+    pids: set[int] = set()
+    for pid in session["panes"].values():
+        root = processes.read(pid)
+        if root is not None and root.parent == session["server"]:
+            pids |= processes.descendants(root, everything) | {pid}
+    # TMUX=socket,server's pid,session; a pane's id is never given twice by one server.
+    mark = f"{session['socket']},{session['server']},".encode()
+    for process in everything:
+        environment = processes.environment(process.pid)
+        pane = os.fsdecode(environment.get(b"TMUX_PANE", b""))
+        if pane in session["panes"] and environment.get(b"TMUX", b"").startswith(mark):
+            pids.add(process.pid)
+    found = [process for process in everything if process.pid in pids and not process.ended]
+    return [process for process in found if _may_end(process, ours)]
+
+
+def _may_end(process: processes.Process, ours: set[int]) -> bool:
+    """Not a tmux server, which would take other sessions along; nothing of a run; not us nor who started us."""
+    if process.pid in ours or process.pid in _ancestors():
+        return False
+    return not _comm(process.pid).startswith("tmux: server")
+
+
+def _of_runs(path: Path) -> set[int]:
+    """Every process of a run, its supervisor included, in this folder or in another one."""
+    boot = processes.boot_id()
+    found: set[int] = set()
+    for folder in rundir.folders(path):
+        run = rundir.facts(folder, boot)
+        supervisor = processes.find(run["state"].get("supervisor")) if run["state"].get("boot_id") == boot else None
+        found |= {supervisor.pid} if supervisor else set()
+        if run["exit"] is None or cgroups.pids(run["state"].get("cgroup"), folder.name):
+            found |= {process.pid for process in rundir.members(run)}
+    for process in processes.table():
+        if processes.RUN_ID in processes.environment(process.pid):
+            found.add(process.pid)
+    return found
+
+
+def _ancestors() -> set[int]:
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        process = processes.read(pid)
+        pid = process.parent if process is not None else 0
+    return found
+
+
+def _is_idle_shell(process: processes.Process) -> bool:
+    """A prompt that nobody has typed at: it ignores SIGTERM and goes with its session."""
+    if _comm(process.pid) not in _SHELLS:
+        return False
+    return not any(other.parent == process.pid and not other.ended for other in processes.table())
+
+
+def _comm(pid: int) -> str:
+    try:
+        return (processes.PROC / str(pid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _described(
+    process: processes.Process, holders: dict[int, dict[str, Any]], charges: dict[int, float]
+) -> dict[str, Any]:
+    holder = holders.get(process.pid)
+    return {
+        **processes.describe(process),
+        "age_s": round(processes.age_seconds(process), 1),
+        "gpus": holder["minors"] if holder else [],
+        "used_mib": charges.get(process.pid),
+    }
