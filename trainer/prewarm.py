@@ -17,7 +17,7 @@ from trainer.config import ConfigFault, TrainConfig, load, micro_rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.estimate import read_shapes
-from trainer.layout import parse
+from trainer.layout import check_layout, parse
 from trainer.learner import Learner
 from trainer.start import Say, TrainingError, target_dtype
 from trainer.threads import make_torch_thread_safe
@@ -29,14 +29,13 @@ CONFIG_CODE = 3
 def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     """Warms up the devices of a config's drafters. Raises TargetError, TrainingError."""
     layout = parse(config.layout)
+    # The memory that a training takes is not needed, and one may be going on here.
+    unchecked = config.layout.model_copy(update={"check_memory": False})
+    check_layout(config.model_copy(update={"layout": unchecked}), layout)
     dtype = target_dtype(config, torch.device(layout.targets[0][-1]))
     _, draft = read_shapes(config, dtype.itemsize)
     # Several on one device share what is compiled.
     devices = [torch.device(name) for name in dict.fromkeys(layout.drafters)]
-    here = torch.cuda.device_count()
-    for device in devices:
-        if device.type == "cuda" and (device.index or 0) >= here:
-            raise TrainingError(f"layout.drafters names {device}: torch sees {here} GPUs here")
     make_torch_thread_safe(config.train.fx_fix)
     learners = [_stand_in(config, draft, device, dtype) for device in devices]
     return warm_up(learners, batch_shape(config, micro_rows(config), dtype), say=say)

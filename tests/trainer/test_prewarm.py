@@ -67,5 +67,4 @@ def test_what_is_wrong_is_one_line(tiny_folder: Path, capsys: pytest.CaptureFixt
     assert main(["warm", config, "--set", "target.path=/nowhere"]) == 1
     assert "/nowhere is not a folder with a model" in capsys.readouterr().err
     assert main(["warm", config, "--set", 'layout.drafters=["cuda:77"]']) == 1
-    here = torch.cuda.device_count()
-    assert capsys.readouterr().err == f"ValueError: layout.drafters names cuda:77: torch sees {here} GPUs here\n"
+    assert capsys.readouterr().err.startswith("ValueError: layout.drafters names cuda:77: torch sees ")
