@@ -231,8 +231,8 @@ def batches_held(config: TrainConfig, layout: Layout, one: float) -> int:
     return waiting + -(-len(layout.targets) // len(layout.drafters)) + 1
 
 
-def remedies(parts: Sequence[Part], config: TrainConfig) -> list[str]:
-    """What makes the largest of the parts smaller, and then the others: not what is as low as it can be."""
+def remedies(parts: Sequence[Part], config: TrainConfig, first: Sequence[str] = ()) -> list[str]:
+    """`first`, then what makes the largest of the parts smaller, then the others: not what is as low as it can be."""
     lowest = {
         "lower train.micro_rows": micro_rows(config),
         "lower train.chunk_blocks": config.train.chunk_blocks,
@@ -241,8 +241,8 @@ def remedies(parts: Sequence[Part], config: TrainConfig) -> list[str]:
         "lower layout.queue_mib": config.layout.queue_mib,
         "lower draft.layers": config.draft.layers,
     }
-    found = (remedy for part in sorted(parts, key=lambda part: -part.bytes) for remedy in part.remedies)
-    return [remedy for remedy in dict.fromkeys(found) if lowest.get(remedy, 2) > 1]
+    found = [remedy for part in sorted(parts, key=lambda part: -part.bytes) for remedy in part.remedies]
+    return [remedy for remedy in dict.fromkeys((*first, *found)) if lowest.get(remedy, 2) > 1]
 
 
 def said(remedies: Sequence[str], most: int = 4) -> str:
