@@ -220,7 +220,8 @@ def _train(
             Pipeline[FeatureBatch](
                 source,
                 [target_stage],
-                config.layout.depth * replicas_count,
+                # One more waits with each drafter.
+                max(1, config.layout.depth - 1) * replicas_count,
                 config.layout.queue_mib * 2**20 * replicas_count,
                 size=waiting_bytes,
                 failed=explain,
@@ -295,6 +296,7 @@ def _train(
                     # While steps are skipped nothing is learned, and an older checkpoint may be better.
                     if not tally.skipped_in_a_row:
                         with tally.paused(), replicas.paused():
+                            replicas.check()
                             saver.save(tally.noted(progress), score)
                         last_saved = step
                         journal.update(step=step)
@@ -302,6 +304,7 @@ def _train(
             # Here and not below: the threads may take long to stop, or never do.
             tally.settle()
             if last_saved != progress.step:
+                replicas.check()
                 saver.save(tally.noted(progress), score)
                 journal.update(step=progress.step)
             saver.wait()

@@ -166,7 +166,8 @@ def test_a_training_learns_and_resumes_on_the_gpu(tiny_folder: Path, tmp_path: P
         data__row_tokens=128,
         train__steps=60,
         train__lr=5e-3,
-        train__device="cuda:0",
+        layout__targets=["cuda:0"],
+        layout__drafters=["cuda:0"],
         train__eval_every=20,
         train__checkpoint_every=30,
     )

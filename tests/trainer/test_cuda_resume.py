@@ -33,7 +33,13 @@ def test_five_kills_on_a_gpu_change_no_bit(model: str, tiny_folder: Path, tmp_pa
     if model == "real" and not is_whole(models_folder() / MODEL):
         pytest.skip("the real model is not here: python -m trainer import-gguf")
     target = tiny_folder / "target" if model == "tiny" else models_folder() / MODEL
-    changes = {"train__steps": STEPS, "train__checkpoint_every": 4, "train__eval_every": 20, "train__device": "cuda:0"}
+    changes = {
+        "train__steps": STEPS,
+        "train__checkpoint_every": 4,
+        "train__eval_every": 20,
+        "layout__targets": ["cuda:0"],
+        "layout__drafters": ["cuda:0"],
+    }
     changes |= {"data__row_tokens": 256, "draft__layers": 2, "train__rows_per_step": 4, "train__anchors": 32}
     config = tmp_path / "config.toml"
     data = tiny_folder / "train.jsonl", tiny_folder / "heldout.jsonl"

@@ -38,7 +38,13 @@ def test_no_thread_waits_for_the_device_between_two_steps(
         torch.cuda.set_sync_debug_mode("error" if 3 <= step.source.step < 18 else "default")
 
     monkeypatch.setattr(Tally, "add", strictly)
-    changes = {"train__device": "cuda:0", "train__steps": 20, "train__eval_every": 0, "train__checkpoint_every": 100}
+    changes = {
+        "layout__targets": ["cuda:0"],
+        "layout__drafters": ["cuda:0"],
+        "train__steps": 20,
+        "train__eval_every": 0,
+        "train__checkpoint_every": 100,
+    }
     config = config_of(tiny_folder, data__row_tokens=128, train__objective=objective, **changes)
     assert train(config, tmp_path, say=silent) == "finished"
     assert strict == list(range(3, 18))
@@ -55,7 +61,12 @@ def test_five_steps_that_are_not_finite_end_a_training_on_the_gpu_too(
     from trainer.start import TrainingError
 
     Poison(monkeypatch).steps = range(4, 99)
-    changes = {"train__device": "cuda:0", "train__checkpoint_every": 1, "train__keep": 1}
+    changes = {
+        "layout__targets": ["cuda:0"],
+        "layout__drafters": ["cuda:0"],
+        "train__checkpoint_every": 1,
+        "train__keep": 1,
+    }
     with pytest.raises(TrainingError, match=r"step 4: .*step 8: "):
         train(config_of(tiny_folder, data__row_tokens=128, **changes), tmp_path, say=silent)
     assert [record.loss is None for record in metrics_of(tmp_path)] == [False] * 3 + [True] * 5
@@ -65,7 +76,12 @@ def test_five_steps_that_are_not_finite_end_a_training_on_the_gpu_too(
 def test_decoding_between_steps_compiles_nothing_and_changes_nothing_on_the_gpu_either(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    changes = {"train__device": "cuda:0", "train__steps": 6, "data__row_tokens": 128}
+    changes = {
+        "layout__targets": ["cuda:0"],
+        "layout__drafters": ["cuda:0"],
+        "train__steps": 6,
+        "data__row_tokens": 128,
+    }
     decoding = {"train__decode_every": 3, "train__decode_prompts": 2, "train__decode_tokens": 12}
     train(config_of(tiny_folder, **changes), tmp_path / "plain", say=silent)
     train(config_of(tiny_folder, **changes, **decoding), tmp_path / "decoding", say=silent)

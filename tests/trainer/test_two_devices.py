@@ -9,14 +9,15 @@ from tiny_runs import config_of, metrics_of, silent
 from torch import Tensor
 
 from trainer import train as module
+from trainer import workers
 from trainer.data import Document, make_row
 from trainer.estimate import planned
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
+from trainer.layout import Layout
 from trainer.learner import features_of
 from trainer.memory import memory
 from trainer.records import RunDir, checkpoint_name
-from trainer.start import pick_device
 from trainer.target import load_target
 from trainer.train import train
 
@@ -47,14 +48,11 @@ def test_a_batch_goes_to_the_drafter_s_device_as_a_whole(dtype: torch.dtype, tin
 def test_each_part_is_put_on_its_own_device(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names "cpu:0" and "cpu" are one device, and tell who was given which."""
     asked: dict[str, object] = {}
-    load, of, tally = module.load_target, module.features_of, module.Tally
+    load, of, tally = workers.load_target, workers.features_of, module.Tally
 
-    def picked(name: str) -> torch.device:
-        return torch.device("cpu", 0) if name == "cuda:1" else pick_device("cpu")
-
-    def loaded(path: str, device: torch.device, dtype: torch.dtype) -> object:
-        asked["target"] = device
-        return load(path, device, dtype)
+    def loaded(path: str, devices: list[torch.device], dtype: torch.dtype) -> object:
+        asked["target"] = devices
+        return load(path, devices, dtype)
 
     def features(target: object, rows: object, draft: object, device: torch.device, **more: object) -> object:
         asked["features"] = device
@@ -64,13 +62,14 @@ def test_each_part_is_put_on_its_own_device(tiny_folder: Path, tmp_path: Path, m
         asked["memory"] = devices
         return tally(journal, devices=devices, **more)  # pyright: ignore[reportArgumentType]
 
-    for name, replaced in (
-        ("pick_device", picked), ("load_target", loaded), ("features_of", features), ("Tally", watched)
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, replaced)
-    train(config_of(tiny_folder, train__steps=1, train__target_device="cuda:1"), tmp_path, say=silent)
+    monkeypatch.setattr(module, "parse", lambda section: Layout((("cpu:0",),), ("cpu",)))
+    monkeypatch.setattr(module, "check_layout", lambda config, layout: [])
+    monkeypatch.setattr(module, "Tally", watched)
+    monkeypatch.setattr(workers, "load_target", loaded)
+    monkeypatch.setattr(workers, "features_of", features)
+    train(config_of(tiny_folder, train__steps=1), tmp_path, say=silent)
     here, there = torch.device("cpu"), torch.device("cpu", 0)
-    assert asked == {"target": there, "features": here, "memory": (here, there)}
+    assert asked == {"target": [there], "features": here, "memory": [here, there]}
 
 
 # --- on GPUs ---
@@ -79,15 +78,31 @@ def test_each_part_is_put_on_its_own_device(tiny_folder: Path, tmp_path: Path, m
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")
-def test_two_gpus_give_what_one_gives(tiny_folder: Path, tmp_path: Path) -> None:
-    changes = {"data__row_tokens": 128, "train__steps": 6, "train__device": "cuda:0", "train__eval_every": 3}
-    for name, target_device in (("one", "cuda:0"), ("two", "cuda:1")):
+@pytest.mark.parametrize(
+    ("targets", "drafters", "more"),
+    [
+        (["cuda:1"], ["cuda:0"], {}),
+        (["cuda:0+1"], ["cuda:0"], {}),
+        (["cuda:0"], ["cuda:0-1"], {}),
+        (["cuda:0-1"], ["cuda:0-1"], {"layout__optimizer": "sharded"}),
+        (["cuda:0-1"], ["cuda:0-1"], {"layout__reduce": "nccl"}),
+    ],
+)
+def test_two_gpus_give_what_one_gives(
+    targets: list[str], drafters: list[str], more: dict[str, str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes = {"data__row_tokens": 128, "train__steps": 6, "train__eval_every": 3, "layout__check_every": 2}
+    for name, layout in (
+        ("one", {"layout__targets": ["cuda:0"], "layout__drafters": ["cuda:0"]}),
+        ("two", {"layout__targets": targets, "layout__drafters": drafters, **more}),
+    ):
         torch.compiler.reset()
-        config = config_of(tiny_folder, train__target_device=target_device, **changes)
-        assert train(config, tmp_path / name, say=silent) == "finished"
+        assert train(config_of(tiny_folder, **changes, **layout), tmp_path / name, say=silent) == "finished"
     for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-3)
-        assert (one.heldout_loss is None) == (other.heldout_loss is None)
+        assert one.heldout_loss is other.heldout_loss is None or one.heldout_loss == pytest.approx(
+            other.heldout_loss, rel=1e-3
+        )
     assert (RunDir(tmp_path / "two").checkpoints / checkpoint_name(6)).is_dir()
 
 
@@ -104,7 +119,7 @@ def test_the_dry_run_s_memory_is_what_a_training_takes(
 
     changes = {"draft__layers": 4, "draft__block": 16, "data__row_tokens": 512, "train__anchors": 256}
     changes |= {"layout__targets": ["cuda:0"], "layout__drafters": ["cuda:0"]}
-    changes |= {"train__device": "cuda:0", "train__steps": 3, "train__objective": objective, "target__dtype": dtype}
+    changes |= {"train__steps": 3, "train__objective": objective, "target__dtype": dtype}
     folder = tmp_path / "large"
     saved_target(folder / "target", hidden=1024)
     for name in ("train.jsonl", "heldout.jsonl"):
