@@ -51,7 +51,7 @@ class Reduction:
     def prepare(self) -> None:
         """Makes NCCL's communicators, which takes a while and memory: before other threads use the GPUs."""
         if self._how == "nccl" and len(self.devices) > 1:
-            nccl.all_reduce([torch.zeros(1, device=device) for device in self.devices])
+            self._nccl_sum([torch.zeros(1, device=device) for device in self.devices])
 
     def sum_gradients(self, everywhere: bool) -> None:
         """Each owner's gradients become the sums over the replicas.
@@ -105,11 +105,15 @@ class Reduction:
         for each device by itself, the first would wait in a kernel for a second that other threads can keep away.
         """
         flat = [torch.cat([_gradient(p).flatten() for p in parameters]) for parameters in self.parameters]
-        nccl.all_reduce(flat)
+        self._nccl_sum(flat)
         sizes = [parameter.numel() for parameter in self.parameters[0]]
         for parameters, summed in zip(self.parameters, flat, strict=True):
             for parameter, part in zip(parameters, summed.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter)
+
+    def _nccl_sum(self, tensors: list[Tensor]) -> None:
+        """In place, on the current streams."""
+        nccl.all_reduce(tensors, streams=[torch.cuda.current_stream(device) for device in self.devices])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from trainer.busy import Busy, DeviceClock
 from trainer.checksums import checksums
-from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
 from trainer.learner import Learner, Measured, StepFigures, Verdict
 from trainer.loss import LossTerms
@@ -40,6 +39,9 @@ from trainer.start import TrainingError
 from trainer.streams import Streams
 
 Sharing = Literal["replicated", "sharded"]
+
+# An error, the worker's name, its device and the batch in its hands -> what to raise: the same, or what tells more.
+Instead = Callable[[Exception, str, torch.device, FeatureBatch], Exception]
 
 WAITING = 1  # batches that wait for a replica's thread
 AHEAD = 2  # batches that a GPU has at a time: one at work and one behind it. Each holds its features' memory
@@ -63,15 +65,17 @@ class Replicas:
         steps_done: int = 0,
         streams: Streams | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
+        instead: Instead = lambda error, worker, device, batch: error,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """check_every: steps between two proofs that the replicas are equal; 0: none. steps_done: before the first.
 
-        failed: gets the first error of a thread, in that thread, before the others stop. beat: called, in any thread,
-        whenever something is done. Raises ValueError for NCCL where it can't be.
+        failed: gets the first error of a thread, in that thread, before the others stop. instead: says what to raise
+        instead of an error with a batch. beat: called, in any thread, whenever something is done. Raises ValueError for
+        NCCL where it can't be.
         """
         self.learners, self._streams = list(learners), streams or Streams([])
-        self._failed, self._beat = failed, beat
+        self._failed, self._instead, self._beat = failed, instead, beat
         self._sharded = optimizer == "sharded" and len(self.learners) > 1
         self._reduction = Reduction([learner.model for learner in self.learners], reduce)
         self._names = [name for name, _ in self.learners[0].model.named_parameters()]
@@ -90,11 +94,6 @@ class Replicas:
         self.clocks = {name: DeviceClock(learner.device) for name, learner in zip(names, self.learners, strict=True)}
 
     @property
-    def model(self) -> DraftModel:
-        """The first replica's drafter: between steps all are equal."""
-        return self.learners[0].model
-
-    @property
     def state(self) -> Trained:
         """What checkpoints are made of and read into, between steps only."""
         keeps = [self._names] * len(self.learners)
@@ -102,13 +101,6 @@ class Replicas:
             keeps = [[self._names[index] for index in own] for own in self._reduction.shards]
         models, optimizers = zip(*((learner.model, learner.optimizer) for learner in self.learners), strict=True)
         return Trained(models, optimizers, tuple(frozenset(names) for names in keeps))
-
-    def spread(self) -> None:
-        """Gives all replicas the first one's weights, as they are now."""
-        first, *others = (learner.model.state_dict() for learner in self.learners)
-        for other in others:
-            for name, tensor in other.items():
-                tensor.copy_(first[name], non_blocking=True)
 
     # A step.
 
@@ -257,7 +249,7 @@ class Replicas:
 
     def _work(self, worker: Worker, learner: Learner) -> None:
         """What a replica's thread does: learns from its batches until the block is left, or any thread fails."""
-        clock, queued = self.clocks[worker.name], deque[torch.cuda.Event]()
+        queued = deque[torch.cuda.Event]()
         try:
             with self._streams.current(learner.device):
                 while True:
@@ -266,10 +258,7 @@ class Replicas:
                     if batch is None:
                         return
                     worker.watch.turn("working")
-                    batch = batch.received()
-                    clock.start()
-                    learner.learn(batch)
-                    clock.end()
+                    self._learn(worker, learner, batch)
                     del batch  # it is large, and the next may be long in coming
                     if learner.device.type == "cuda":
                         queued.append(torch.cuda.Event(blocking=True))
@@ -281,6 +270,18 @@ class Replicas:
             self._stop_for(error, worker)
         finally:
             worker.watch.turn("ended")
+
+    def _learn(self, worker: Worker, learner: Learner, batch: FeatureBatch) -> None:
+        try:
+            batch = batch.received()
+            self.clocks[worker.name].start()
+            learner.learn(batch)
+            self.clocks[worker.name].end()
+        except Exception as error:
+            other = self._instead(error, worker.name, learner.device, batch)
+            if other is error:
+                raise
+            raise other from error
 
     def _next(self, number: int) -> FeatureBatch | None:
         """Waits for a batch; None when there will be none."""

@@ -13,10 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, tidy, write_checkpoint
-from trainer.draft import DraftModel
 from trainer.origin import Origin
 from trainer.snapshot import HostCopy, Snapshot, Trained
 
@@ -27,22 +24,18 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        state: Trained | DraftModel,
-        optimizer: torch.optim.Optimizer | None = None,
+        state: Trained,
         *,
         keep: int,
         origin: Origin | None,
         saved: Callable[[Written], None],
         say: Callable[[str], None],
     ) -> None:
-        """state: what each checkpoint is made of; or a drafter that learns alone, with its optimiser.
+        """state: what each checkpoint is made of, as it is at that moment.
 
         saved: called, in the caller's thread, when a checkpoint is on the disk. say: what is odd about others.
         """
         self._say, self._said = say, set[str]()
-        if not isinstance(state, Trained):
-            assert optimizer is not None
-            state = Trained.alone(state, optimizer)
         self._folder, self._state = folder, state
         self._keep, self._origin, self._saved = keep, origin, saved
         self._copy = HostCopy()

@@ -262,6 +262,24 @@ def test_the_first_error_of_any_replica_is_raised_with_its_traceback_and_place(
     assert workers_left() == [] and replicas.left_behind == []
 
 
+def test_an_error_may_be_replaced_by_one_that_tells_more(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    learners, short, told = learners_of(target, 2), torch.OutOfMemoryError("tried"), list[BaseException]()
+    given_batch, other = batch_of(target, learners[0], ROWS[:1], 1), TrainingError("lower train.micro_rows")
+
+    def broken(batch: FeatureBatch) -> None:
+        raise short
+
+    def instead(error: Exception, worker: str, device: torch.device, batch: FeatureBatch) -> Exception:
+        assert (error, worker, device) == (short, "drafter-1", CPU) and batch is given_batch
+        return other
+
+    monkeypatch.setattr(learners[1], "learn", broken)
+    with pytest.raises(TrainingError) as raised, Replicas(learners, failed=told.append, instead=instead) as replicas:
+        replicas.learn(given_batch)
+        replicas.update(1e-2)
+    assert raised.value is other and other.__cause__ is short and told == [other]
+
+
 def test_what_fails_because_all_is_stopping_is_not_told(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     learners, go, first = learners_of(target, 2), threading.Event(), threading.Event()
     told: list[BaseException] = []
@@ -413,10 +431,6 @@ def test_a_difference_is_told_one_step_after_the_check_at_the_latest(target: Tar
     with Replicas(learners, check_every=2) as replicas, pytest.raises(TrainingError, match="after step 0"):
         learn(replicas, target, ROWS, 2)
     with Replicas(learners) as replicas:  # not asked for
-        learn(replicas, target, ROWS, 2)
-        replicas.check()
-        replicas.spread()
-    with Replicas(learners, check_every=1) as replicas:
         learn(replicas, target, ROWS, 2)
         replicas.check()
 

@@ -18,6 +18,7 @@ from trainer.config import TrainConfig, as_mapping
 from trainer.origin import changes_since, origin_of
 from trainer.randomness import random_states, restore_random_states
 from trainer.saving import Saver
+from trainer.snapshot import Trained
 from trainer.train import train
 
 
@@ -38,7 +39,8 @@ class Held:
 
 def saver(folder: Path, told: list[Written], steps: int = 1, **named: Any) -> tuple[Saver, Any, Any]:
     model, optimizer = trained(steps)
-    made = Saver(folder, model, optimizer, keep=2, origin=None, saved=told.append, say=print, **named)
+    state = Trained.alone(model, optimizer)
+    made = Saver(folder, state, keep=2, origin=None, saved=told.append, say=print, **named)
     return made, model, optimizer
 
 
