@@ -2,11 +2,13 @@
 
 import contextlib
 import re
+import threading
 
 import torch
 
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, micro_rows
 from trainer.features import FeatureBatch, RowBatch
+from trainer.layout import parse
 from trainer.memory import MIB, Part, memory, remedies, said
 from trainer.start import TrainingError
 
@@ -49,6 +51,33 @@ def explain_shortage(
         biggest = f" (by estimate the largest part of {total / MIB:,.0f} MiB there is {largest.what}: "
         biggest += f"{largest.bytes / MIB:,.0f} MiB)"
     return TrainingError(f"{worker} ran out of memory on {place} with {shapes}: {_told(str(error))}; {less}{biggest}")
+
+
+def note_worker(error: BaseException) -> None:
+    """Called in the thread in which an error was raised: whose it is can be told later, in another thread."""
+    with contextlib.suppress(AttributeError):  # an error that takes no attributes
+        error.worker = threading.current_thread().name  # type: ignore[attr-defined]
+
+
+def shortage_in(error: BaseException, config: TrainConfig) -> TrainingError | None:
+    """What to raise instead of an error that ended a training, if memory was too little; None for any other.
+
+    What the main thread queued (updates, measuring) counts as the first drafter's.
+    """
+    if not is_shortage(error):
+        return None
+    layout = parse(config.layout)
+    places = {f"target-{n}": devices[-1] for n, devices in enumerate(layout.targets)}
+    places |= {f"drafter-{n}": device for n, device in enumerate(layout.drafters)}
+    places |= {"target": layout.targets[0][-1], "drafter": layout.drafters[0]}
+    worker = getattr(error, "worker", "drafter")
+    if worker not in places:
+        worker = "drafter"
+    rows, settings = micro_rows(config), config.train
+    shapes = (
+        f"{rows} row{'s' if rows > 1 else ''} of {config.data.row_tokens:,} tokens, {settings.anchors:,} anchors each"
+    )
+    return explain_shortage(error, worker, places[worker], shapes, config)
 
 
 def _parts_on(device: str, config: TrainConfig) -> list[Part]:

@@ -33,6 +33,7 @@ from trainer.randomness import seed_all
 from trainer.records import RunDir
 from trainer.replicas import Replicas
 from trainer.saving import Saver
+from trainer.shortage import note_worker, shortage_in
 from trainer.start import (
     Say,
     Stopped,
@@ -85,8 +86,11 @@ def train(
             outcome = "stopped"
         except Exception as error:
             explain(error)
+            told = shortage_in(error, config) or error
             with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
-                journal.update(state="failed", error=f"{type(error).__name__}: {error}".split("\n")[0])
+                journal.update(state="failed", error=f"{type(told).__name__}: {told}".split("\n")[0])
+            if told is not error:
+                raise told from error
             raise
         journal.update(state=outcome)
         say(f"{outcome} at step {journal.status.step}/{config.train.steps}")
@@ -155,7 +159,7 @@ def _train(
         check_every=config.layout.check_every,
         steps_done=before.progress.step if before else 0,
         streams=streams,
-        failed=explain,
+        failed=note,
         beat=watchdog.beat,
     )
     if earlier:
@@ -224,7 +228,7 @@ def _train(
                 max(1, config.layout.depth - 1) * replicas_count,
                 config.layout.queue_mib * 2**20 * replicas_count,
                 size=waiting_bytes,
-                failed=explain,
+                failed=note,
                 beat=watchdog.beat,
             ) as pipeline,
         ):
@@ -311,6 +315,12 @@ def _train(
     for name in (*pipeline.left_behind, *replicas.left_behind):
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
+
+
+def note(error: BaseException) -> None:
+    """Keeps, in the thread that failed, what only there is to be seen."""
+    note_worker(error)
+    explain(error)
 
 
 def finish_loading(devices: Iterable[torch.device]) -> None:

@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metric
 from trainer import workers
 from trainer.records import checkpoint_name
 from trainer.train import train
+from trainer.watchdog import STALLED_CODE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,3 +134,66 @@ def test_the_error_of_any_worker_ends_the_training_and_names_it(
         status = status_of(tmp_path / name)
         assert status.state == "failed" and status.error == "RuntimeError: the cable is loose"
         assert status.checkpoint is not None and weights(tmp_path / name, status.step)
+
+
+def test_running_out_of_memory_names_the_worker_and_what_to_lower(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from tiny import tiny_toml
+
+    from trainer.__main__ import main
+
+    told = "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 1 has a total capacity of 139.80 GiB of which 1.25 GiB "
+    told += "is free."
+
+    def short(*given: Any, **named: Any) -> Any:
+        raise torch.OutOfMemoryError(told)
+
+    monkeypatch.setattr(workers, "features_of", short)
+    files = (tiny_folder / "target", tiny_folder / "train.jsonl", tiny_folder / "heldout.jsonl")
+    (tmp_path / "c.toml").write_text(tiny_toml(*files, **layout(2, 2)))
+    assert main(["train", str(tmp_path / "c.toml"), str(tmp_path / "run")]) == 1
+    said = capfd.readouterr().err
+    assert re.match(
+        r"TrainingError: target-\d ran out of memory on cpu with 3 rows of \d+ tokens, \d+ anchors each: 3.50 GiB more "
+        r"were asked for, 1.25 GiB of 139.80 GiB are free; lower train.micro_rows",
+        said,
+    ), said
+    assert said.count("\n") == 1
+    assert status_of(tmp_path / "run").error == said.strip()
+
+
+STANDING = """
+import sys, threading
+import trainer.workers
+from trainer.__main__ import leave, main
+
+features_of, calls = trainer.workers.features_of, []
+
+def standing(*args, **named):
+    calls.append(1)
+    if len(calls) == 7:
+        threading.Event().wait()
+    return features_of(*args, **named)
+
+trainer.workers.features_of = standing
+leave(main())
+"""
+
+
+def test_a_training_that_stands_still_ends_with_a_code_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    from tiny import tiny_toml
+
+    changes = layout(2, 2, layout__stall_seconds=2, train__checkpoint_every=1, train__steps=9)
+    files = (tiny_folder / "target", tiny_folder / "train.jsonl", tiny_folder / "heldout.jsonl")
+    (tmp_path / "c.toml").write_text(tiny_toml(*files, **changes))
+    command = [sys.executable, "-c", STANDING, "train", str(tmp_path / "c.toml"), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == STALLED_CODE, ended.stderr
+    first = "the training stands still: nothing got on for 2 s; the process ends with code 14"
+    assert first in ended.stderr.split("\n")
+    assert re.search(r"'target-\d' works on item 6, for [\d.]+ s", ended.stderr)
+    assert "in standing" in ended.stderr  # where it stands
+    status = status_of(tmp_path / "run")
+    assert (status.state, status.error) == ("failed", first)
+    assert status.checkpoint is not None and weights(tmp_path / "run", status.step)
