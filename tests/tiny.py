@@ -79,7 +79,7 @@ def tiny_toml(target: Path | str, train: Path | str, heldout: Path | str | None 
         "target": {"path": str(target)},
         "draft": {"layers": 1, "block": 4, "captured": 3},
         "data": {"train": str(train), "row_tokens": 96},
-        "train": {"steps": 20, "rows_per_step": 2, "anchors": 8, "checkpoint_every": 10, "device": "cpu"},
+        "train": {"steps": 20, "rows_per_step": 2, "anchors": 8, "checkpoint_every": 10},
         "layout": {"targets": ["cpu"], "drafters": ["cpu"]},
     }
     if heldout is not None:

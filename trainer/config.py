@@ -18,7 +18,7 @@ from trainer import devices, presets
 
 SCHEMA_VERSION = 1
 
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+MOVED = {"train.device": "layout.drafters", "train.target_device": "layout.targets"}  # keys of earlier versions
 
 
 class ConfigFault(ValueError):
@@ -155,10 +155,6 @@ class TrainSection(Section):
     """Steps between two checkpoints; the last step makes one in any case, and each after which is decoded."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
-    device: Device = "auto"
-    """Where the drafter trains: auto (the first GPU, or the CPU), cpu, cuda:N."""
-    target_device: Device | None = None
-    """Where the target runs. None: with the drafter."""
     fx_fix: Literal["per-thread", "always-false", "off"] = "per-thread"
     """How torch.fx is made fit for threads: each has its own state; or none is told that it traces; or not at all."""
 
@@ -313,7 +309,6 @@ def _fault(file: str, error: ValidationError) -> ConfigFault:
         return ConfigFault(file, key, "unknown key", _nearest(key))
     why = {
         "missing": "missing",
-        "string_pattern_mismatch": f"{first['input']!r} is not one of auto, cpu, cuda, cuda:N",
         "value_error": first["msg"].removeprefix("Value error, "),
     }.get(first["type"], f"{first['msg'].replace('Input should', 'should')}, got {first['input']!r}")
     return ConfigFault(file, key, why)
@@ -321,6 +316,8 @@ def _fault(file: str, error: ValidationError) -> ConfigFault:
 
 def _nearest(key: str) -> str | None:
     """The right key that resembles a wrong one: the same word in another section, or a similar word, here first."""
+    if key in MOVED:
+        return MOVED[key]
     section, _, word = key.rpartition(".")
     keys = sorted(known_keys(), key=lambda known: known.rpartition(".")[0] != section)
     words = {known.rpartition(".")[2]: known for known in reversed(keys)}

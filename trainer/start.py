@@ -42,16 +42,6 @@ class Stopped(Exception):
     """The training was stopped before its first step."""
 
 
-def pick_device(name: str) -> torch.device:
-    """A device of the config. Raises TrainingError when this machine doesn't have it."""
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise TrainingError(f"device {name} is not here: torch sees {torch.cuda.device_count()} GPUs")
-    return device
-
-
 def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return chosen.get(config.target.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)

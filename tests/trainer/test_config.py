@@ -39,6 +39,8 @@ def test_sets_override_the_file_with_the_types_of_toml() -> None:
         (["trian.steps=3"], "trian", "train"),
         (["draft.layer=3"], "draft.layer", "draft.layers"),
         (["train.zzzz=3"], "train.zzzz", None),
+        (["train.device=cuda:0"], "train.device", "layout.drafters"),
+        (["train.target_device=cuda:0"], "train.target_device", "layout.targets"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], key: str, nearest: str | None) -> None:
@@ -56,7 +58,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], k
         (["train.steps=1.5"], "train.steps: "),
         (["train.lr=true"], "train.lr: "),
         (["train.loss=kl"], "train.loss: should be 'exp-decay' or 'd-pace', got 'kl'"),
-        (["train.device=gpu"], "train.device: 'gpu' is not one of auto, cpu, cuda, cuda:N"),
+        (["layout.depth=0"], "layout.depth: should be greater than or equal to 1, got 0"),
         (["draft.target_layer_ids=[1, true]"], "draft.target_layer_ids.1: "),
         (["draft.sliding_layers=[0]"], "draft: sliding_layers need a sliding_window"),
         (["draft.sliding_window=15"], "draft: sliding_window 15 is smaller than the block of 16 tokens"),
