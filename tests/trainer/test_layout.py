@@ -214,6 +214,20 @@ def test_gpus_that_do_nothing_are_said(tiny_folder: Path, machine: Callable[...,
     ]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.filterwarnings("default")
+def test_what_others_have_of_a_gpu_counts(tiny_folder: Path) -> None:
+    """As another process would, and torch's unused memory is its own."""
+    sets = ["train.anchors=131072", "train.chunk_blocks=65536"]
+    assert not [line for line in checked(tiny_folder, *sets) if "cuda:0 will" in line]
+    free = torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0) - torch.cuda.memory_allocated(0)
+    taken = torch.empty(free - 2**30, dtype=torch.uint8, device="cuda:0")
+    with pytest.raises(TrainingError, match=r"cuda:0 has [\d,]+ MiB free and by estimate [\d,]+ are needed there"):
+        checked(tiny_folder, *sets)
+    del taken
+    checked(tiny_folder, *sets)
+
+
 def test_on_the_cpu_nothing_is_counted(tmp_path: Path, machine: Callable[..., None]) -> None:
     machine()
     assert checked(tmp_path) == []  # where there is no target to read

@@ -2,6 +2,7 @@
 shapes alone, takes no part in what another device computes, and gives nothing back.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trainer import target as module
 from trainer.byhand import runs_by_hand
 from trainer.hooked import Parts
 from trainer.spread import plan, shares, spread
-from trainer.target import TargetError, TargetModel
+from trainer.target import TargetError, TargetModel, load_target
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LAYERS = (0, 2, 3)
@@ -113,3 +114,47 @@ def test_layers_that_share_weights_are_not_spread() -> None:
     layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(TargetError, match="its layers share weights"):
         spread(model, [CPU, META])
+
+
+# --- on GPUs ---
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", [*BOTH_WAYS, "opt", "deepseek_v3"])
+def test_over_gpus_it_gives_what_a_whole_one_gives(family: str) -> None:
+    """Over two, or over the CPU and one. In float32: the kernels of CPU and GPU differ by rounding."""
+    first = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
+    whole, model = TargetModel(tiny(family)), tiny(family)
+    spread(model, [torch.device(first), torch.device("cuda:0")])
+    target = TargetModel(model, proved=True)
+    assert target.device == torch.device("cuda:0")
+    where = documents_of(whole)
+    for device in ("cpu", "cuda:0"):  # where what it is given lies
+        given = tuple(tensor.to(device) for tensor in where)
+        assert target.embedding(given[0]).device == torch.device(device)
+        caches = target.new_cache(12), whole.new_cache(12)
+        pairs = [
+            *zip(target.features_and_final(*given, LAYERS), whole.features_and_final(*where, LAYERS), strict=True),
+            (target.features(*given, (0, 1)), whole.features(*where, (0, 1))),
+        ]
+        for begin, end in ((0, 5), (5, 9), (9, 10)):
+            ours = target.step(given[0][0, begin:end], caches[0], LAYERS)
+            theirs = whole.step(where[0][0, begin:end], caches[1], LAYERS)
+            pairs += [(ours.logits_QV, theirs.logits_QV), (ours.features_BQF, theirs.features_BQF)]
+        for mine, other in pairs:
+            assert mine.device == torch.device("cuda:0")
+            torch.testing.assert_close(mine.cpu(), other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.filterwarnings("default")
+def test_a_saved_target_is_loaded_over_gpus(tiny_folder: Path) -> None:
+    first = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
+    target = load_target(tiny_folder / "target", [torch.device(first), torch.device("cuda:0")], torch.bfloat16)
+    assert {str(weight.device) for weight in target.model.parameters()} == {first, "cuda:0"}
+    ids = torch.randint(4, 250, (2, 128))
+    positions = torch.arange(128).expand_as(ids)
+    whole = load_target(tiny_folder / "target", "cuda:0", torch.bfloat16)
+    ours, theirs = (one.features(ids, torch.zeros_like(ids), positions, (1, 3)) for one in (target, whole))
+    assert (ours - theirs).float().norm() < 0.05 * theirs.float().norm()
