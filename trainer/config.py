@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trainer import devices, presets
 
@@ -159,7 +159,11 @@ class TrainSection(Section):
     """How torch.fx is made fit for threads: each has its own state; or none is told that it traces; or not at all."""
 
 
-Words = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), Field(strict=False, min_length=1)]
 
 
 class LayoutSection(Section):

@@ -73,6 +73,11 @@ def test_a_drafter_is_on_one_device() -> None:
         config_of("layout.drafters=[]")
 
 
+def test_one_word_needs_no_list() -> None:
+    layout = config_of("layout.targets=cuda:0-4", "layout.drafters=cuda:5").layout
+    assert (layout.targets, layout.drafters) == (("cuda:0-4",), ("cuda:5",))
+
+
 def test_auto_is_the_first_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, name in ((True, "cuda:0"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
