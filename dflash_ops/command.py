@@ -68,9 +68,21 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Pins:
+    """What a container's environment has instead of what a release's lock says. torch: a version (`2.12.1+cu126`), or
+    another build of the locked one (`cu126`, `cpu`); torch_index: the package index that has it; transformers: a
+    version."""
+
+    torch: str | None = None
+    torch_index: str | None = None
+    transformers: str | None = None
+
+
+@dataclass(frozen=True)
 class Container:
-    """A container on a host. `path` holds releases, runs and shared; `gpus` are the host's indices of its GPUs, in the
-    order in which the container sees them (empty: none are declared, nothing is locked)."""
+    """A container on a host. `path` holds releases, runs, shared and env; `gpus` are the host's indices of its GPUs, in
+    the order in which the container sees them (empty: none are declared, nothing is locked). env_check: whether a start
+    compares the environment with what the release wants."""
 
     host: Host
     vmid: int
@@ -78,6 +90,8 @@ class Container:
     python: str = "python3"
     gpus: tuple[int, ...] = ()
     via: Literal["lxc-attach", "pct"] = "lxc-attach"
+    pins: Pins = Pins()
+    env_check: bool = True
 
     def __str__(self) -> str:
         return f"{self.host.name} / container {self.vmid}"

@@ -11,18 +11,19 @@ from typing import Any
 from dflash_ops import answers
 from dflash_ops.command import Container
 from dflash_ops.conversation import Conversation
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError
 from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
 
 _ANSWER_SECONDS = 60.0
+LOCK_TAKEN = 7  # flock's exit code, as runs.lock_words asks for it
 
 
 class Exchange:
     """talk: the conversation with the script; the other methods are the reading of it."""
 
-    def __init__(self, shell: Shell, container: Container, talk: Conversation) -> None:
-        self._shell, self._container, self.talk = shell, container, talk
+    def __init__(self, shell: Shell, container: Container, talk: Conversation, taken: BusyError | None = None) -> None:
+        self._shell, self._container, self.talk, self._taken = shell, container, talk, taken
 
     def say(self, request: dict[str, Any]) -> None:
         """One request. An ended script is no error here: the next answer tells."""
@@ -50,6 +51,8 @@ class Exchange:
     def why_ended(self) -> OpsError:
         """LinkLostError is raised at once: then nobody knows."""
         result = self.talk.finish()
+        if self._taken is not None and result.code == LOCK_TAKEN:
+            return self._taken
         error = self._shell.explain(self._container, result)
         return error if isinstance(error, PreflightError | NotFoundError) else answers.no_answer(result)
 
@@ -66,12 +69,14 @@ def exchange(
 ) -> Generator[Exchange, None, None]:
     """Starts a script of `remote/` and talks with it; it gets signs of life while the block runs.
 
-    what: for the container's process list, before who asked and since when."""
+    what: for the container's process list, before who asked and since when. host_prefix: as `runs.lock_words` gives it;
+    BusyError when a GPU is taken."""
     parameters = {"path": container.path, "client": client(), **parameters}
     mark = f"{what} by {client()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     command = bundle.command(container.python, verb, parameters, mark=mark, host_prefix=host_prefix)
     with shell.converse(container, command, timeout=_ANSWER_SECONDS) as talk, talk.beating():
-        yield Exchange(shell, container, talk)
+        taken = BusyError("a GPU is taken", where=str(container), next="dflash-ops gpu-status shows by whom")
+        yield Exchange(shell, container, talk, taken if host_prefix else None)
 
 
 def client() -> str:

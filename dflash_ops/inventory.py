@@ -17,6 +17,12 @@
     python = "/opt/venv/bin/python"    # what runs the trainer; "sandbox": the sandbox's own
     gpus = [0, 1]                      # the host's indices of its GPUs, as the container sees them in turn
     via = "lxc-attach"                 # or "pct"
+    env_check = true                   # whether `train start` compares its packages with the release's lock
+
+    [containers.trainer.pins]          # what its environment has instead of what the lock says
+    torch = "cu126"                    # another build of the locked torch, or a whole version: "2.12.1+cu126"
+    cuda_index = "https://..."         # the package index that has it; PyTorch's site names one for each CUDA
+    transformers = "5.20.0"
 
 It is looked for at --inventory, at DFLASH_OPS_INVENTORY, then in the working folder and upwards: `dflash-ops.toml`, or
 `inventory/default.toml`, or `inventory/sandbox.toml`. The first one found counts; files are never merged.
@@ -26,13 +32,14 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dflash_ops.command import Container, Host
+from dflash_ops.command import Container, Host, Pins
 from dflash_ops.errors import ConfigError, NotFoundError
 
 _VARIABLE = "DFLASH_OPS_INVENTORY"
@@ -63,6 +70,14 @@ class HostTable(_Table):
         return self
 
 
+class PinsTable(_Table):
+    """[containers.NAME.pins]"""
+
+    torch: Annotated[str | None, Field(pattern=r"^(cpu|cu\d{3}|\d[\w.+!]*)$")] = None
+    cuda_index: Annotated[str | None, Field(pattern=r"^(https?|file)://\S+$")] = None
+    transformers: Annotated[str | None, Field(pattern=r"^\d[\w.+!]*$")] = None
+
+
 class ContainerTable(_Table):
     """[containers.NAME]"""
 
@@ -72,6 +87,8 @@ class ContainerTable(_Table):
     python: str = Field("python3", min_length=1)
     gpus: list[Annotated[int, Field(ge=0)]] = []
     via: Literal["lxc-attach", "pct"] = "lxc-attach"
+    env_check: bool = True
+    pins: PinsTable = PinsTable()
 
 
 class InventoryFile(_Table):
@@ -114,10 +131,21 @@ class Inventory:
                 next="-t NAME with one of these",
             )
         table = tables[name]
-        python = table.python
+        python, pins = table.python, Pins(table.pins.torch, table.pins.cuda_index, table.pins.transformers)
         if python == "sandbox":
             python = self._sandbox_python(name, table)
-        return Container(self.host(table.host), table.vmid, table.path, python, tuple(table.gpus), table.via)
+            if pins.torch is None:  # it is the one that this machine has, on a CPU or with some CUDA
+                pins = replace(pins, torch=_own_torch())
+        return Container(
+            self.host(table.host),
+            table.vmid,
+            table.path,
+            python,
+            gpus=tuple(table.gpus),
+            via=table.via,
+            pins=pins,
+            env_check=table.env_check,
+        )
 
     def host(self, name: str) -> Host:
         table = self.tables.hosts[name]
@@ -145,6 +173,13 @@ class Inventory:
             return self.file.parent / Path(text).expanduser()
         except RuntimeError as error:  # no such user
             raise _bad(self.file, key, f"{text!r} has no home folder") from error
+
+
+def _own_torch() -> str | None:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
 
 
 def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
@@ -268,6 +303,8 @@ def _fields_at(path: list[str]) -> Iterable[str]:
             return HostTable.model_fields
         case ["containers", _]:
             return ContainerTable.model_fields
+        case ["containers", _, "pins"]:
+            return PinsTable.model_fields
         case _:
             return InventoryFile.model_fields
 
