@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_data, cli_train, render
+from dflash_ops import cli_data, cli_env, cli_train, render
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
 from dflash_ops.sandbox import cli as sandbox_cli
@@ -27,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(cli_train.app, name="train")
+app.add_typer(cli_env.app, name="env")
 app.command("put")(cli_data.put)
 app.command("get")(cli_data.get)
 app.command("gpu-status")(cli_train.gpu_status)
