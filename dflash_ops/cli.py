@@ -8,13 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_data, cli_env, cli_train, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
+from dflash_ops import cli_data, cli_deploy, cli_env, cli_train, render
+from dflash_ops.cli_words import InventoryFile, Target, find_container
 from dflash_ops.errors import OpsError, UsageFault
 from dflash_ops.sandbox import cli as sandbox_cli
 
@@ -26,6 +25,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
+app.command()(cli_deploy.deploy)
+app.command()(cli_deploy.releases)
+app.command()(cli_deploy.rollback)
+app.command()(cli_deploy.prune)
 app.add_typer(cli_train.app, name="train")
 app.add_typer(cli_env.app, name="env")
 app.command("put")(cli_data.put)
@@ -43,87 +46,6 @@ def options(
 
 
 # -- verbs
-
-
-@app.command()
-def deploy(
-    context: typer.Context,
-    source: Annotated[
-        Path | None,
-        typer.Argument(help="The folder to send. Default: the inventory's, else here, else the packaged trainer."),
-    ] = None,
-    target: Target = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
-) -> None:
-    """Send code into the container as a new release, check it there, and make it the current one."""
-    from dflash_ops import deploy as verbs
-    from dflash_ops import source as sources
-    from dflash_ops.inventory import working_folder
-    from dflash_ops.shell import Shell
-
-    book = load_inventory(inventory)
-    chosen = sources.choose(source, book.source, here=working_folder())
-    with Shell() as shell:
-        done = verbs.deploy(shell, book.container(target), chosen, on_step=on_step(context))
-
-    def people() -> None:
-        render.say(
-            f"deployed {done.release} to {done.container}: {done.files} files, {render.size(done.size)}, "
-            f"{done.sent} bytes sent, {done.seconds:.2f} s"
-        )
-
-    render.show(done, as_json=as_json, people=people)
-
-
-@app.command()
-def releases(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
-    """List the container's releases, the oldest first."""
-    from dflash_ops import deploy as verbs
-    from dflash_ops.shell import Shell
-
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        listed = verbs.releases(shell, container)
-
-    def people() -> None:
-        if not listed:
-            render.say(f"no releases in {container}; dflash-ops deploy makes one")
-            return
-        columns = ("", "RELEASE", "COMMIT", "FILES", "SIZE")
-        rows = [
-            (
-                "*" if item.current else "",
-                item.id + (" (damaged)" if item.damaged else ""),
-                item.commit and item.commit[:12],
-                item.files,
-                render.size(item.size),
-            )
-            for item in listed
-        ]
-        render.table(columns, rows, right=("FILES", "SIZE"))
-
-    render.show({"releases": listed}, as_json=as_json, people=people)
-
-
-@app.command()
-def rollback(
-    release: Annotated[str | None, typer.Argument(help="The release. Default: the one before the current one.")] = None,
-    target: Target = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
-) -> None:
-    """Make an earlier release the current one again."""
-    from dflash_ops import deploy as verbs
-    from dflash_ops.shell import Shell
-
-    with Shell() as shell:
-        done = verbs.rollback(shell, find_container(inventory, target), release)
-    render.show(
-        done,
-        as_json=as_json,
-        people=lambda: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
-    )
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})
@@ -172,17 +94,6 @@ def _writer(descriptor: int) -> Callable[[bytes], None]:
 
 
 # -- shared by all verbs
-
-
-def on_step(context: typer.Context) -> Callable[[str], None]:
-    """Shows steps on stderr, on a terminal or with --debug; else keeps quiet."""
-    shown = bool(context.obj) or sys.stderr.isatty()
-
-    def note(step: str) -> None:
-        if shown:
-            render.note(step)
-
-    return note
 
 
 def main() -> NoReturn:

@@ -1,65 +1,61 @@
-"""deploy, releases, rollback, put: code and files into a container, whole or not at all.
+"""deploy, plan, releases, rollback, prune: code into a container, whole or not at all.
 
-A deploy is one conversation with `receive.py` in the container, which holds the deploy lock as long as it lasts, and
-one `pct push`:
+A deploy is one conversation with `receive.py` in the container, which holds the deploy lock as long as it lasts, and at
+most one archive:
 
-    container: takes the lock, clears leftovers, says where to push
-    host:      the archive arrives over SFTP in a 0700 folder, `pct push` copies it into the container
-    container: checks the archive, unpacks to a fresh folder, checks every file, fsync, rename, swaps `current`
+    container: takes the lock, clears leftovers, compares the manifest with what it has, says what it lacks
+    host:      what is lacking comes as one archive, by `pct push` or through the container's stdin (sending.py)
+    container: links and unpacks in a fresh folder, checks every file, fsync, rename, swaps `current`
 
 No exit code and no silence counts as success: `pct push` has exit code 0 on a full disk. Only the container's own
 count of the bytes does.
 """
 
+import base64
 import getpass
 import json
-import logging
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
-import stamina
-
-from dflash_ops import answers
-from dflash_ops.command import Command, Container, Query, Result
+from dflash_ops import answers, sending
+from dflash_ops.changes import MAX_TEXT_BYTES, Changes, changes, unified
+from dflash_ops.command import Command, Container, Query
 from dflash_ops.conversation import Conversation
-from dflash_ops.errors import (
-    BusyError,
-    NotFoundError,
-    OpsError,
-    PreflightError,
-    UsageFault,
-)
-from dflash_ops.release import Release, printable
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.progress import Progress
+from dflash_ops.release import FileEntry, LeftOut, Manifest, Release
 from dflash_ops.remote import bundle
+from dflash_ops.sending import ANSWER_SECONDS, SLOWEST_BYTES_PER_SECOND, Via
 from dflash_ops.shell import Shell
-from dflash_ops.source import Source, read, sha256_of, temporary_file, write_archive
-from dflash_ops.staging import staging
+from dflash_ops.source import Reading, Source, SourceChanged, read
 
-# stamina logs its retries; without a handler Python would print them on stderr.
-logging.getLogger("stamina").addHandler(logging.NullHandler())
+OnWarning = Callable[[str], None]
 
-OnStep = Callable[[str], None]
-
-# What pct says when it waits for the container's lock, and when it gets it; anything else on stderr is a failure,
-# whatever the exit code.
-_WAITING, _GOT_IT = "trying to acquire lock...", "OK"
-_LOCK_TIMEOUT_CODE = 4
-_SLOWEST_BYTES_PER_SECOND = 1_000_000
-_ANSWER_SECONDS = 60.0
 # A killed deploy lets go of the lock within moments; a living one may take minutes, which nobody should wait out.
 _PATIENCE_SECONDS = 5.0
+# Code is small; more than this is likely to be data, which belongs into shared/.
+_LARGE_BYTES = 50_000_000
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run that goes on; it keeps the release that it started with."""
+
+    run_id: str
+    release: str
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """A release that is current now. size: bytes of its files; sent: bytes of the archive; previous: the release that
-    was current before, None for the first."""
+    """A release that is whole in the container, and current unless `activated` is false. size: bytes of its files;
+    sent: bytes of the archives, 0 when the container had everything; reused: files that did not travel; previous: the
+    release that was current before, None for the first; left_out: what was not sent as a secret or a checkpoint."""
 
     container: str
     release: str
@@ -69,6 +65,30 @@ class Deployed:
     sent: int
     seconds: float
     previous: str | None
+    activated: bool
+    reused: int
+    via: Via
+    left_out: tuple[LeftOut, ...]
+    runs: tuple[LiveRun, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a deploy would do now. size: bytes of all files; to_send: bytes of the content that the container lacks, in
+    `lacking` files; diff: the changes as text, None unless asked for; damaged: why `current` is none."""
+
+    container: str
+    current: str | None
+    damaged: str
+    commit: str | None
+    files: int
+    size: int
+    lacking: int
+    to_send: int
+    changes: Changes
+    diff: str | None
+    left_out: tuple[LeftOut, ...]
+    runs: tuple[LiveRun, ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +104,15 @@ class ListedRelease:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """The container's releases, the oldest first. damaged: why `current` is none of them; empty when it is, or before
+    the first deploy."""
+
+    releases: tuple[ListedRelease, ...]
+    damaged: str
+
+
+@dataclass(frozen=True)
 class RolledBack:
     container: str
     release: str
@@ -91,48 +120,153 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Files put into the container's shared folder; sent: their bytes."""
+class Kept:
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """removed: the ids that are gone, or would be; freed: bytes, 0 for a dry run."""
 
     container: str
-    paths: tuple[str, ...]
-    sent: int
-    seconds: float
+    dry_run: bool
+    removed: tuple[str, ...]
+    kept: tuple[Kept, ...]
+    freed: int
 
 
-def deploy(shell: Shell, container: Container, source: Source, *, on_step: OnStep = lambda step: None) -> Deployed:
-    """Sends the source as a new release and makes it current."""
+def deploy(
+    shell: Shell,
+    container: Container,
+    source: Source,
+    *,
+    via: Via = "push",
+    activate: bool = True,
+    user: str | None = None,
+    way: Progress | None = None,
+    warn: OnWarning = lambda text: None,
+) -> Deployed:
+    """Sends the source as a new release, and makes it current unless told not to. user: whose the files are there.
+
+    A source that changes while it is read is read once more, then SourceChanged; BusyError names another deploy.
+    """
+    way = way or Progress()
+    try:
+        return _deploy(shell, container, source, via, activate, user, way, warn)
+    except SourceChanged as error:
+        way.step(f"{error.where} changed meanwhile: once more")
+        return _deploy(shell, container, source, via, activate, user, way, warn)
+
+
+def _deploy(
+    shell: Shell,
+    container: Container,
+    source: Source,
+    via: Via,
+    activate: bool,
+    user: str | None,
+    way: Progress,
+    warn: OnWarning,
+) -> Deployed:
     begun = time.monotonic()
-    on_step(f"reading {source}")
-    commit, manifest = read(shell, source)
-    with (
-        temporary_file() as archive,
-        _receiver(shell, container, "deploy", 2 * manifest.size, on_step) as (talk, ready),
-    ):
-        release = Release(later_than(ready["newest"], datetime.now(UTC)), commit, manifest)
-        write_archive(release, source.root, archive)
-        size, sha256 = sha256_of(archive)
-        _send(shell, container, archive, size, ready["part"], on_step)
-        on_step(f"unpacking and checking {release.id}")
-        done = _request(
-            shell, container, talk, {"id": release.id, "size": size, "sha256": sha256}, size + manifest.size
-        )
+    way.step(f"reading {source}")
+    reading = read(shell, source)
+    manifest = reading.manifest
+    parameters = {**_described(manifest), "do": "deploy", "user": user, "activate": activate}
+    with _receiver(shell, container, parameters, way) as (talk, ready):
+        release = Release(later_than(ready["newest"], now()), reading.commit, manifest, user)
+        lacking, sent = _entries(manifest, ready["lacking"]), 0
+        reused = len(manifest.files) - len(_files_of(manifest, ready["lacking"]))
+        _check_room(container, ready, lacking, via)
+        _warn_of_much(lacking, container, warn)
+        while True:  # the container asks again for what vanished meanwhile, but not for ever
+            request = {"id": release.id, "record": release.record()}
+            if lacking and via == "stream":
+                talk.say(_line({**request, "by": "stream"}))
+                sent += sending.by_stream(talk, lacking, source.root, way)
+                way.step(f"checking {release.id}")
+            else:
+                told = sending.by_push(shell, container, lacking, source.root, ready["part"], way) if lacking else {}
+                sent += told.get("size", 0)
+                way.step(f"unpacking and checking {release.id}")
+                talk.say(_line({**request, "by": None, **told}))
+            done = _answer(shell, container, talk, _patience(manifest.size))
+            if done["event"] == "left":
+                raise OpsError("the container gave up waiting for us", where=str(container), next="deploy again")
+            if done["event"] == "done":
+                break
+            lacking = _entries(manifest, done["lacking"])
+            way.step(f"{len(lacking)} files have vanished there meanwhile")
     return Deployed(
         container=str(container),
         release=release.id,
-        commit=commit,
+        commit=reading.commit,
         files=len(manifest.files),
         size=manifest.size,
-        sent=size,
+        sent=sent,
         seconds=time.monotonic() - begun,
         previous=done["previous"],
+        activated=activate,
+        reused=reused,
+        via=via,
+        left_out=reading.left_out,
+        runs=_live_runs(done),
     )
 
 
-def releases(shell: Shell, container: Container) -> list[ListedRelease]:
-    """The container's releases, the oldest first."""
+def plan(
+    shell: Shell, container: Container, source: Source, *, texts: bool = False, way: Progress | None = None
+) -> Plan:
+    """What a deploy would do now; nothing changes. texts: with the changes of files as text."""
+    way = way or Progress()
+    way.step(f"reading {source}")
+    reading = read(shell, source)
+    manifest = reading.manifest
+    way.step(f"asking {container}")
+    parameters = {**_described(manifest), "do": "compare", "texts": MAX_TEXT_BYTES if texts else 0}
+    reply = shell.ask(container, _query(container, parameters), timeout=_patience(manifest.size))
+    found = changes(reply["files"], reply["folders"], manifest)
+    lacking = _entries(manifest, reply["lacking"])
+    return Plan(
+        container=str(container),
+        current=reply["current"],
+        damaged=reply["current_damaged"],
+        commit=reading.commit,
+        files=len(manifest.files),
+        size=manifest.size,
+        lacking=len(_files_of(manifest, reply["lacking"])),
+        to_send=sum(file.size for file in lacking),
+        changes=found,
+        diff=_diff(found, reply, reading, source.root) if texts else None,
+        left_out=reading.left_out,
+        runs=_live_runs(reply),
+    )
+
+
+def _diff(found: Changes, reply: dict[str, Any], reading: Reading, root: Path) -> str:
+    old = {str(file["path"]): file for file in reply["files"]}
+    new = {file.path: file for file in reading.manifest.files}
+    text: list[str] = []
+    for name in sorted((*found.added, *found.changed, *found.removed)):
+        if name.endswith("/"):
+            text.append(f"empty folder {name} {'added' if name in found.added else 'removed'}\n")
+            continue
+        was = base64.b64decode(reply["texts"][name]) if name in reply["texts"] else None
+        entry = new.get(name)
+        try:
+            small = entry is not None and entry.link is None and entry.size <= MAX_TEXT_BYTES
+            is_now = (root / name).read_bytes() if small else None
+        except OSError as error:
+            raise SourceChanged(name) from error
+        text.append(unified(name, old.get(name), entry, was, is_now))
+    return "".join(text)
+
+
+def releases(shell: Shell, container: Container) -> Listing:
+    """The container's releases."""
     reply = shell.ask(container, _query(container, {"do": "releases"}))
-    return [
+    listed = tuple(
         ListedRelease(
             id=item["id"],
             current=item["id"] == reply["current"],
@@ -142,57 +276,28 @@ def releases(shell: Shell, container: Container) -> list[ListedRelease]:
             damaged=item["damaged"],
         )
         for item in reply["releases"]
-    ]
+    )
+    return Listing(listed, reply["current_damaged"])
 
 
 def rollback(shell: Shell, container: Container, release: str | None = None) -> RolledBack:
-    """Makes an earlier release current again: the one named, else the newest before the current one."""
+    """Makes another release current: the one named, else the newest before the current one. Every file of it is checked
+    first."""
     reply = shell.ask(container, _query(container, {"do": "rollback", "release": release}))
     return RolledBack(str(container), reply["release"], reply["previous"])
 
 
-def put(
-    shell: Shell, container: Container, files: list[Path], target: str, *, on_step: OnStep = lambda step: None
-) -> Stored:
-    """Copies files into the container's shared folder. target: `shared/...` (or below it, absolute); a name for one
-    file, a folder with `/` at its end for any number."""
-    begun = time.monotonic()
-    wanted = shared_names(container.path, [file.name for file in files], target)
-    for file in files:
-        if not file.is_file():
-            raise NotFoundError("no such file to put", where=printable(str(file)), next="name a regular file")
-    sent = 0
-    with _receiver(shell, container, "put", sum(file.stat().st_size for file in files), on_step) as (talk, ready):
-        for place, name in zip(files, wanted, strict=True):
-            with place.open("rb") as file:
-                size, sha256 = sha256_of(file)
-                _send(shell, container, file, size, ready["part"], on_step)
-            on_step(f"checking shared/{printable(name)}")
-            _request(shell, container, talk, {"target": name, "size": size, "sha256": sha256}, size)
-            sent += size
-    paths = tuple(f"{container.path}/shared/{name}" for name in wanted)
-    return Stored(str(container), paths, sent, time.monotonic() - begun)
+def prune(shell: Shell, container: Container, keep: int, *, dry_run: bool = False) -> Pruned:
+    """Removes all but the newest `keep` releases; never the current one, one that a run uses, or the newest that is
+    whole."""
+    parameters = {"do": "prune", "keep": keep, "dry_run": dry_run}
+    reply = shell.ask(container, _query(container, parameters), timeout=10 * ANSWER_SECONDS)
+    kept = tuple(Kept(item["id"], item["why"]) for item in reply["kept"])
+    return Pruned(str(container), dry_run, tuple(reply["removed"]), kept, reply["freed_bytes"])
 
 
-def shared_names(path: str, names: list[str], target: str) -> list[str]:
-    """Where files of these names go, relative to <path>/shared. UsageFault for a target outside it."""
-    relative = target.removeprefix(f"{path}/")
-    below = relative.removeprefix("shared/")
-    parts = PurePosixPath(below).parts
-    if below == relative or below.startswith("/") or ".." in parts or "\0" in below:
-        raise UsageFault(
-            "put writes only below shared/",
-            where=printable(target),
-            why=f"it is {path}/shared",
-            next="put FILE shared/data/",
-        )
-    if not below or below.endswith("/"):
-        return [str(PurePosixPath(below, name)) for name in names]
-    if len(names) > 1:
-        raise UsageFault(
-            "several files need a folder", where=printable(target), next=f"end it with /: {printable(target)}/"
-        )
-    return [str(PurePosixPath(below))]
+def now() -> datetime:
+    return datetime.now(UTC)
 
 
 def later_than(newest: str | None, now: datetime) -> datetime:
@@ -204,77 +309,73 @@ def later_than(newest: str | None, now: datetime) -> datetime:
     return max(now, before + timedelta(seconds=1))
 
 
+# -- what is lacking
+
+
+def _described(manifest: Manifest) -> dict[str, Any]:
+    return {"files": manifest.records(), "folders": list(manifest.folders)}
+
+
+def _files_of(manifest: Manifest, lacking: Sequence[str]) -> list[FileEntry]:
+    """Every file with one of these contents."""
+    wanted = set(lacking)
+    return [file for file in manifest.files if file.link is None and file.sha256 in wanted]
+
+
+def _entries(manifest: Manifest, lacking: Sequence[str]) -> list[FileEntry]:
+    """One file for each of these contents."""
+    return list({file.sha256: file for file in _files_of(manifest, lacking)}.values())
+
+
+def _check_room(container: Container, ready: dict[str, Any], lacking: Sequence[FileEntry], via: Via) -> None:
+    sent = sum(file.size for file in lacking)
+    # A pushed archive lies there beside what is unpacked of it.
+    need = ready["copied"] + (2 if via == "push" else 1) * sent
+    if ready["free_bytes"] < need:
+        raise PreflightError(
+            "the container's disk is too full",
+            where=str(container),
+            why=f"{need} bytes are needed, {ready['free_bytes']} are free",
+            next=f"dflash-ops prune --keep 3, or in the container: df -h {container.path}",
+        )
+
+
+def _warn_of_much(lacking: Sequence[FileEntry], container: Container, warn: OnWarning) -> None:
+    sent = sum(file.size for file in lacking)
+    if sent > _LARGE_BYTES:
+        largest = sorted(lacking, key=lambda file: file.size, reverse=True)[:3]
+        names = ", ".join(f"{file.path} ({file.size / 1e6:.0f} MB)" for file in largest)
+        warn(
+            f"{sent / 1e6:.0f} MB go to {container}, among them {names}. Data belongs into shared/: dflash-ops put; "
+            "what no release needs, into .dflashignore"
+        )
+
+
+def _live_runs(reply: dict[str, Any]) -> tuple[LiveRun, ...]:
+    return tuple(LiveRun(run["run_id"], run["release"]) for run in reply["runs"])
+
+
 # -- the conversation with receive.py
 
 
 @contextmanager
 def _receiver(
-    shell: Shell, container: Container, do: str, need_bytes: int, on_step: OnStep
+    shell: Shell, container: Container, parameters: dict[str, Any], way: Progress
 ) -> Generator[tuple[Conversation, dict[str, Any]], None, None]:
-    """receive.py, holding its lock until the block ends, and its first answer: where it wants files pushed."""
-    on_step(f"asking {container}")
-    with shell.converse(container, _command(container, {"do": do}), timeout=_ANSWER_SECONDS) as talk:
+    """receive.py, holding its lock until the block ends, and its first answer: what it lacks."""
+    way.step(f"asking {container}")
+    with shell.converse(container, _command(container, parameters), timeout=ANSWER_SECONDS) as talk:
         ready = _answer(shell, container, talk)
-        if ready["free_bytes"] < need_bytes:
-            raise PreflightError(
-                "the container's disk is too full",
-                where=str(container),
-                why=f"{need_bytes} bytes are needed, {ready['free_bytes']} are free",
-                next=f"in the container: df -h {container.path}",
-            )
         with talk.beating():
             yield talk, ready
 
 
-def _send(shell: Shell, container: Container, file: BinaryIO, size: int, part: str, on_step: OnStep) -> None:
-    host = container.host
-    on_step(f"staging on {host}")
-    with staging(shell, host) as folder:
-        staged = f"{folder}/{PurePosixPath(part).name}"
-        on_step(f"sending {size} bytes to {host}:{staged}")
-        shell.send(host, file, staged)
-        on_step(f"pct push {container.vmid} {staged} {part}")
-        _push(shell, container, staged, part, size)
+def _patience(size: int) -> float:
+    return ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
 
 
-def _push(shell: Shell, container: Container, staged: str, part: str, size: int) -> None:
-    """`pct push`, which waits at most 10 s for its lock: so up to three of them. That it worked is for the container to
-    say, that it failed may be said here."""
-    command = Command(("env", "LC_ALL=C.UTF-8", "pct", "push", str(container.vmid), staged, part))
-    timeout = _ANSWER_SECONDS + size / _SLOWEST_BYTES_PER_SECOND
-
-    @stamina.retry(on=BusyError, attempts=3, wait_initial=1.0, wait_max=5.0)
-    def push() -> Result:
-        result = shell.run(container.host, command, timeout=timeout)
-        if result.code == _LOCK_TIMEOUT_CODE:
-            raise BusyError(
-                "another pct command holds the container's lock",
-                where=str(container),
-                why=push_complaint(result),
-                next="see on the host what runs: ps aux | grep pct",
-            )
-        return result
-
-    result = push()
-    complaint = push_complaint(result)
-    if result.code != 0:
-        raise shell.explain(container, result)
-    if complaint:
-        raise OpsError("pct push failed", where=str(container), why=complaint)
-
-
-def push_complaint(result: Result) -> str:
-    """What pct says against a push; empty when it has nothing to say but that it waited for a lock."""
-    text = result.err.decode("utf-8", "replace").replace(_WAITING, "")
-    lines = [line.strip() for line in text.split("\n")]
-    return "; ".join(line for line in lines if line and line != _GOT_IT)
-
-
-def _request(
-    shell: Shell, container: Container, talk: Conversation, request: dict[str, Any], size: int
-) -> dict[str, Any]:
-    talk.say(json.dumps(request).encode() + b"\n")
-    return _answer(shell, container, talk, _ANSWER_SECONDS + size / _SLOWEST_BYTES_PER_SECOND)
+def _line(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode("ascii") + b"\n"
 
 
 def _answer(shell: Shell, container: Container, talk: Conversation, timeout: float | None = None) -> dict[str, Any]:

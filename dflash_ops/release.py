@@ -1,14 +1,13 @@
 """A release: the files that a deploy sends, what names them, and which files of a folder go into one. Pure.
 
-A release's id is `YYYYMMDD-HHMMSS-<first 7 of the commit, or nogit>-<first 8 of the sha256 of its manifest's files>`,
-in UTC: ids sort by age, and equal endings mean equal content.
+A release's id is `YYYYMMDD-HHMMSS-<first 7 of the commit, or nogit>-<first 8 of the sha256 of its manifest's files and
+empty folders>`, in UTC: ids sort by age, and equal endings mean equal content.
 """
 
 import hashlib
-import json
 import posixpath
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,13 +20,27 @@ SCHEMA_VERSION = 1
 IGNORE_FILE = ".dflashignore"
 
 # Never part of a release: git's own folder, caches of Python, the manifest of a release that is deployed again.
-_NEVER = (".git/", "/.git", "__pycache__/", "*.pyc", f"/{MANIFEST}")
+_NEVER = (".git", "__pycache__/", "*.pyc", f"/{MANIFEST}")
+
+# What is left out unless `--include` names it: sending it would be a mistake more often than not.
+_LEFT_OUT = {
+    "a secret": (
+        *(".env", ".env.*", ".envrc", ".netrc", ".pgpass", ".pypirc", ".ssh/", ".aws/"),
+        *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx"),
+        *("!.env.example", "!.env.sample", "!.env.template"),
+    ),
+    "a checkpoint": (
+        *("*.safetensors", "*.ckpt", "*.pt", "*.pth", "*.gguf", "pytorch_model*.bin"),
+        "step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]/",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a release. path: relative, with "/"; bytes that are not UTF-8 are surrogate escapes. link: where a
-    symbolic link leads (then size is 0 and sha256 is empty), None for a regular file."""
+    """One file of a release. path: relative, with "/"; bytes that are not UTF-8 are surrogate escapes. mode: without
+    write bits, for a release is read-only. link: where a symbolic link leads (then size is 0 and sha256 is empty), None
+    for a regular file."""
 
     path: str
     mode: int
@@ -38,14 +51,19 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every file of a release, sorted by path."""
+    """Every file of a release, sorted by path. folders: those with nothing in them."""
 
     files: tuple[FileEntry, ...]
+    folders: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
-        """sha256 of the files' canonical spelling, in hex."""
-        return hashlib.sha256(canonical([asdict(file) for file in self.files])).hexdigest()
+        """sha256 of the canonical spelling, in hex."""
+        return hashlib.sha256(canonical(self.records(), list(self.folders))).hexdigest()
+
+    def records(self) -> list[dict[str, Any]]:
+        """The files as they are written down."""
+        return [vars(file) for file in self.files]
 
     @property
     def size(self) -> int:
@@ -55,47 +73,73 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Release:
-    """commit: the full id, None when the files come from no git repository."""
+    """commit: the full id, None when the files come from no git repository. user: whose the files are in the
+    container, None for its root."""
 
     created_at: datetime
     commit: str | None
     manifest: Manifest
+    user: str | None = None
 
     @property
     def id(self) -> str:
         time = self.created_at.astimezone(UTC).strftime("%Y%m%d-%H%M%S")
         return f"{time}-{self.commit[:7] if self.commit else 'nogit'}-{self.manifest.digest[:8]}"
 
-    def record(self) -> bytes:
-        """The manifest as it lies in the release."""
+    def record(self) -> dict[str, Any]:
+        """What the manifest in the container says besides the files and folders."""
         created_at = self.created_at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        files: list[dict[str, Any]] = [asdict(file) for file in self.manifest.files]
-        record = {"schema_version": SCHEMA_VERSION, "release": self.id, "commit": self.commit, "created_at": created_at}
-        return (json.dumps({**record, "files": files}, indent=0) + "\n").encode("ascii")
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "release": self.id,
+            "commit": self.commit,
+            "created_at": created_at,
+            "user": self.user,
+        }
 
 
-def select(names: Iterable[str], ignore: Iterable[str] = ()) -> list[str]:
-    """The names that go into a release, sorted: all but what the lines of a .dflashignore (gitignore's patterns)
-    match, and what never does. ConfigError for a line that is no pattern."""
-    lines = list(ignore)
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that is not sent, and what it was taken for."""
+
+    path: str
+    why: str
+
+
+def select(
+    names: Iterable[str], ignore: Iterable[str] = (), include: Iterable[str] = ()
+) -> tuple[list[str], list[LeftOut]]:
+    """The names that go into a release, sorted, and those that are left out as what nobody means to send.
+
+    ignore: the lines of a .dflashignore (gitignore's patterns); what they match is not sent, and not told. include:
+    patterns that name what else would be left out. ConfigError for a line that is no pattern.
+    """
+    ignored = _patterns(list(ignore), lambda number: f"{IGNORE_FILE}, line {number}")
+    included = _patterns(list(include), lambda number: "--include")
+    never = pathspec.GitIgnoreSpec.from_lines(_NEVER)
+    taken_for = {what: pathspec.GitIgnoreSpec.from_lines(lines) for what, lines in _LEFT_OUT.items()}
+    sent: list[str] = []
+    left_out: list[LeftOut] = []
+    for name in sorted(set(names), key=lambda name: name.encode("utf-8", "surrogateescape")):
+        if ignored.match_file(name) or never.match_file(name):
+            continue
+        why = next((what for what, spec in taken_for.items() if spec.match_file(name)), None)
+        if why is None or included.match_file(name):
+            sent.append(name)
+        else:
+            left_out.append(LeftOut(name, why))
+    return sent, left_out
+
+
+def _patterns(lines: list[str], where: Callable[[int], str]) -> pathspec.GitIgnoreSpec:
     for number, line in enumerate(lines, 1):
-        _check_pattern(line, number)
-    spec = pathspec.GitIgnoreSpec.from_lines([*lines, *_NEVER])
-    return sorted(
-        {name for name in names if not spec.match_file(name)}, key=lambda name: name.encode("utf-8", "surrogateescape")
-    )
-
-
-def _check_pattern(line: str, number: int) -> None:
-    try:
-        pathspec.GitIgnoreSpec.from_lines([line])
-    except ValueError as error:
-        raise ConfigError(
-            "not a pattern of gitignore",
-            where=f"{IGNORE_FILE}, line {number}",
-            why=printable(line),
-            next="correct that line, or remove it",
-        ) from error
+        try:
+            pathspec.GitIgnoreSpec.from_lines([line])
+        except ValueError as error:
+            raise ConfigError(
+                "not a pattern of gitignore", where=where(number), why=printable(line), next="correct it, or remove it"
+            ) from error
+    return pathspec.GitIgnoreSpec.from_lines(lines)
 
 
 def check_link(name: str, text: str) -> None:

@@ -225,17 +225,26 @@ class Shell:
 
     # -- files
 
-    def send(self, host: Host, source: bytes | BinaryIO, remote_path: str) -> int:
+    def send(
+        self, host: Host, source: bytes | BinaryIO, remote_path: str, *, on_sent: Callable[[int], None] | None = None
+    ) -> int:
         """Writes a file on the host over SFTP, checks its size, and gives it. source: all of an open file, or bytes.
-        A full disk raises PreflightError."""
+        on_sent: hears how many more bytes have left. A full disk raises PreflightError."""
         file = BytesIO(source) if isinstance(source, bytes) else source
         wanted = file.seek(0, os.SEEK_END)
         file.seek(0)
-        why, got = "", None
+        why, got, left = "", None, 0
+
+        def count(sent: int, _: int) -> None:
+            nonlocal left
+            if on_sent is not None:
+                on_sent(sent - left)
+            left = sent
+
         with self._link(host).sftp() as sftp:
             try:
                 # Its own check of the size is all that tells of a full disk: the writes are not waited for.
-                got = sftp.putfo(file, remote_path, wanted).st_size
+                got = sftp.putfo(file, remote_path, wanted, count).st_size
             except OSError as error:
                 why = str(error)
         if got != wanted:

@@ -1,8 +1,8 @@
-"""Takes releases into <path>/releases and files into <path>/shared; lists releases and swaps back.
+"""Takes releases into <path>/releases; lists them, compares, swaps back, prunes.
 
-`deploy` and `put` are conversations: this end takes the lock, clears what killed ones left, and says where `pct push`
-shall write; the other end says what was written there, and hears whether it is whole. A link that ends, or is silent
-for 30 s, ends the conversation and frees the lock.
+`deploy` is a conversation: this end takes the lock, clears what killed ones left, and says what it lacks and where
+`pct push` may write; the other end sends that, and hears whether it is whole. A link that ends, or is silent for 30 s,
+ends the conversation and frees the lock.
 
 Parameters: path; do, the verb; client, for others to read; patience, seconds to wait for a lock; the verb's own.
 Standard library only, Python >= 3.9.
@@ -11,72 +11,98 @@ Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import json
 import os
-import secrets
-import select
-import shutil
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, releases
+from dflash_ops.remote import answers, build, releases
 from dflash_ops.remote.answers import Fault
+from dflash_ops.remote.talk import Frames, Left, Talk
 
-_SILENCE_SECONDS = 30.0
+# How often content that vanished meanwhile is asked for again.
+_TRIES = 3
 
 
 def main(parameters: dict[str, Any]) -> int:
     """Runs one verb; its last line of output is its answer, or why not. Returns the exit code."""
     path = Path(parameters["path"])
     os.umask(0o022)
-    return answers.answer(path, lambda: _VERBS[parameters["do"]](path, parameters))
+
+    def verb() -> dict[str, Any]:
+        try:
+            return _VERBS[parameters["do"]](path, parameters)
+        except Left:
+            return {"event": "left"}
+
+    return answers.answer(path, verb)
 
 
 # -- verbs
 
 
 def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Hears {"id", "size", "sha256"} of the archive it has made room for; the release is current when this returns."""
+    """files, folders: the manifest's; user: the files' owner, or None; activate: whether it becomes current.
+
+    Says what is lacking, then hears {"id", "record", "by"}: by null (nothing is), "push" (an archive was pushed: its
+    "size" and "sha256"), or "stream" (it follows in frames). May say again that something is lacking.
+    """
     _make_folders(path)
-    with _lock(path, "deploy", parameters):
-        releases.remove_leftovers(path)
-        with _room(path, "deploy") as part:
-            request = _hear()
+    talk = Talk()
+    files, folders = parameters["files"], parameters["folders"]
+    ids = build.owner(parameters["user"])
+    with (
+        _lock(path, "deploy", parameters),
+        _cleared(path),
+        build.building(path, files, folders, ids, talk.check) as release,
+        _room(path, lacking=release.lacking(), copied=release.copied()) as part,
+    ):
+        lacking: list[str] = []
+        for _ in range(_TRIES):
+            request = talk.hear()
             if request is None:
-                return {"event": "left"}
-            previous, release = releases.current(path), str(request["id"])
-            _check_part(part, request)
-            if not (path / "releases" / release).exists():
-                releases.unpack(part, path, release)
-            files = releases.verify(path / "releases" / release, release)
-            releases.activate(path, release)
-    return {"event": "done", "release": release, "previous": previous, "files": len(files)}
+                raise Left
+            _unpack(release, talk, part, request)
+            lacking = release.fill()
+            if not lacking:
+                break
+            answers.say({"event": "again", "lacking": lacking})
+        else:
+            raise Fault("failed", "content vanishes again and again", f"{len(lacking)} are lacking", "deploy again")
+        previous, name = releases.current(path), str(request["id"])
+        release.finish(name, request["record"])
+        if parameters["activate"]:
+            releases.activate(path, name)
+    return {"event": "done", "release": name, "previous": previous, "files": len(files), "runs": _live_runs(path)}
 
 
-def put(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Hears {"target", "size", "sha256"} of one file after the other; target is relative to <path>/shared."""
-    _make_folders(path)
-    done = 0
-    with _lock(path, "put", parameters):
-        for old in (path / "incoming").glob("put-*.part"):
-            old.unlink()
-        with _room(path, "put") as part:
-            while (request := _hear()) is not None:
-                _check_part(part, request)
-                _move_into_shared(part, path / "shared", str(request["target"]))
-                done += 1
-                answers.say({"event": "stored", "target": request["target"]})
-    return {"event": "done", "files": done}
+def _unpack(release: build.Build, talk: Talk, part: Path, request: dict[str, Any]) -> None:
+    if request["by"] == "stream":
+        release.unpack(Frames(talk))
+    elif request["by"] == "push":
+        _check_part(part, request)
+        with part.open("rb") as archive:
+            release.unpack(archive)
+        part.unlink()  # what it held lies beside it now
+
+
+def _live_runs(path: Path) -> list[dict[str, str]]:
+    """The runs that go on, each with the release that it started with."""
+    if not (path / "runs").is_dir():
+        return []
+    from dflash_ops.remote import rundir
+
+    live = rundir.live_runs(path)
+    return [{"run_id": run["run_id"], "release": str(run["run"].get("release") or "")} for run in live]
 
 
 def list_releases(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """All releases, the oldest first."""
     described = [releases.describe(path, name) for name in releases.names(path)]
-    return {"current": releases.current(path), "releases": described}
+    now, why = releases.current_or_why(path)
+    return {"current": now, "current_damaged": why, "releases": described}
 
 
 def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -93,19 +119,113 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
                 raise Fault("not_found", "there is no earlier release", f"current: {now}", "dflash-ops releases")
             release = older[-1]
         elif release not in names:
-            near = [name for name in names if name.startswith(release[:8])][-1:] or names[-1:]
-            why = f"nearest: {near[0]}" if near else ""
+            why = releases.nearest(release, names)
             raise Fault("not_found", f"there is no release {release}", why, "dflash-ops releases")
         files = releases.verify(path / "releases" / release, release)
         releases.activate(path, release)
     return {"release": release, "previous": now, "files": len(files)}
 
 
+def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Removes all releases but the newest `keep`, the current one, those that runs use, and the newest that is whole.
+    dry_run: only says which."""
+    from dflash_ops.remote import rundir
+
+    if not (path / "releases").is_dir():
+        return {"current": None, "removed": [], "kept": [], "freed_bytes": 0}
+    _make_folders(path)
+    # A start that is going on has chosen its release already, and shows it to nobody yet.
+    with _lock(path, "deploy", parameters), rundir.start_lock(path, parameters["patience"]):
+        names, now = releases.names(path), releases.current(path)
+        reasons = _used_releases(path)
+        if now is not None:
+            reasons[now] = "current"
+        for name in names[len(names) - parameters["keep"] :] if parameters["keep"] else ():
+            reasons.setdefault(name, "among the newest")
+        whole = next((name for name in reversed(names) if _is_whole(path, name)), None)
+        if whole is not None:
+            reasons.setdefault(whole, "the newest that is whole")
+        doomed, freed = [name for name in names if name not in reasons], 0
+        if not parameters["dry_run"]:
+            releases.remove_leftovers(path)
+            for name in doomed:
+                # By rename first: half a release has no release's name.
+                gone = path / "releases" / f"{name}.tmp-prune"
+                os.rename(path / "releases" / name, gone)
+                freed += releases.remove(gone)
+            releases.sync(path / "releases")
+    kept = [{"id": name, "why": reasons[name]} for name in names if name in reasons]
+    return {"current": now, "removed": doomed, "kept": kept, "freed_bytes": freed}
+
+
+def _used_releases(path: Path) -> dict[str, str]:
+    """The releases of runs that have not ended: those that go on, and those whose end nobody has seen, which may be
+    resumed. A release is what the run's run.json says."""
+    from dflash_ops.remote import processes, rundir
+
+    used: dict[str, str] = {}
+    boot = processes.boot_id()
+    for folder in rundir.folders(path):
+        run = rundir.facts(folder, boot)
+        if run["exit"] is None:
+            used.setdefault(str(run["run"].get("release")), f"run {run['run_id']} uses it")
+    return used
+
+
+def _is_whole(path: Path, name: str) -> bool:
+    try:
+        releases.verify(path / "releases" / name, name)
+    except (Fault, OSError):
+        return False
+    return True
+
+
+def compare(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
+    """What a deploy of these files and folders would send, and what differs from the current release; changes nothing.
+    texts: the most bytes of a file whose old content is given (base64), 0 for none."""
+    import base64
+
+    files = parameters["files"]
+    sizes = {str(file["sha256"]): int(file["size"]) for file in files if file["link"] is None}
+    known = build.contents(path, sizes)
+    now, why = releases.current_or_why(path)
+    old: dict[str, Any] = {"files": [], "folders": []}
+    if now is not None:
+        try:
+            old = releases.manifest(path / "releases" / now)
+        except (OSError, ValueError) as error:
+            why = f"the manifest of {now} can't be read: {error}"
+    sent = {str(file["path"]): file for file in files}
+    texts: dict[str, str] = {}
+    for file in old["files"]:
+        name = str(file["path"])
+        new = sent.get(name)
+        if (
+            file["link"] is None
+            and file["size"] <= parameters["texts"]
+            and (not new or new["sha256"] != file["sha256"])
+        ):
+            # A file that is gone from there has no text to show.
+            with contextlib.suppress(OSError):
+                texts[name] = base64.b64encode((path / "releases" / str(now) / name).read_bytes()).decode("ascii")
+    lacking = [sha for sha in sizes if not any(place.exists() for place in known.get(sha, ()))]
+    return {
+        "current": now,
+        "current_damaged": why,
+        "lacking": lacking,
+        "files": old["files"],
+        "folders": old["folders"],
+        "texts": texts,
+        "runs": _live_runs(path),
+    }
+
+
 _VERBS: dict[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
     "deploy": deploy,
-    "put": put,
     "releases": list_releases,
     "rollback": rollback,
+    "prune": prune,
+    "compare": compare,
 }
 
 
@@ -144,12 +264,18 @@ def _lock(path: Path, name: str, parameters: dict[str, Any]) -> Generator[None, 
 
 
 @contextlib.contextmanager
-def _room(path: Path, name: str) -> Generator[Path, None, None]:
-    """Says where an archive or file may be pushed, and how much fits; what was pushed there is removed afterwards."""
-    part = path / "incoming" / f"{name}-{secrets.token_hex(4)}.part"
+def _cleared(path: Path) -> Generator[None, None, None]:
+    releases.remove_leftovers(path)
+    yield
+
+
+@contextlib.contextmanager
+def _room(path: Path, **more: Any) -> Generator[Path, None, None]:
+    """Says where an archive may be pushed, and how much fits; what was pushed there is removed afterwards."""
+    part = path / "incoming" / f"deploy-{os.urandom(4).hex()}.part"
     newest = releases.names(path)[-1:]
-    free = shutil.disk_usage(path).free
-    answers.say({"event": "ready", "part": str(part), "free_bytes": free, "newest": newest[0] if newest else None})
+    more["newest"] = newest[0] if newest else None
+    answers.say({"event": "ready", "part": str(part), "free_bytes": releases.free_bytes(path), **more})
     try:
         yield part
     finally:
@@ -167,54 +293,10 @@ def _check_part(part: Path, request: dict[str, Any]) -> None:
         raise Fault("verification", "nothing arrived in the container", f"no {part}", "run it again") from None
     if size == wanted and sha256 == request["sha256"]:
         return
-    free = shutil.disk_usage(part.parent).free
+    free = releases.free_bytes(part.parent)
     if size < wanted and free < wanted - size:
         raise answers.disk_full(part.parent, f"{size} of {wanted} bytes arrived, {free} are left")
     why = (
         f"{size} of {wanted} bytes" if size != wanted else f"sha256 {sha256[:16]}..., sent {request['sha256'][:16]}..."
     )
     raise Fault("verification", "what arrived is not what was sent", why, "run it again", str(part))
-
-
-def _move_into_shared(part: Path, shared: Path, name: str) -> None:
-    target = shared / name
-    if not releases.is_inside(name) or shared.resolve() not in target.resolve().parents:
-        raise Fault("failed", "the file would leave shared/", repr(name), "name a place below shared/")
-    if target.is_dir():
-        raise Fault("failed", "that is a folder", str(target), "end it with / to put files into it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part.chmod(0o644)
-    releases.sync(part)
-    try:
-        part.replace(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        # That part of shared/ is a mount of its own.
-        beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        try:
-            shutil.copyfile(part, beside)
-            releases.sync(beside)
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    releases.sync(target.parent)
-
-
-# -- the conversation
-
-_heard = bytearray()
-
-
-def _hear() -> dict[str, Any] | None:
-    """The next request; None when the other end has left. It sends an empty line now and then as a sign of life."""
-    while True:
-        line, found, rest = _heard.partition(b"\n")
-        if found:
-            _heard[:] = rest
-            if line.strip():
-                return json.loads(line)
-        elif select.select([0], [], [], _SILENCE_SECONDS)[0] and (part := os.read(0, 1 << 16)):
-            _heard.extend(part)
-        else:
-            return None

@@ -1,7 +1,8 @@
-"""The releases of a container as they lie on its disk: read, unpacked, checked against their manifests, made current.
+"""The releases of a container as they lie on its disk: read, checked against their manifests, made current.
 
-Every step leaves `current` a whole release: one is written in `releases/<id>.tmp-*`, checked, brought to the disk, and
-takes its name by one rename; `current` changes by one rename after that. Standard library only, Python >= 3.9.
+Every step leaves `current` a whole release: build.py writes one in `releases/new.tmp-*`, checks it, brings it to the
+disk, and gives it its name by one rename; `current` changes by one rename after that. A release is read-only: a file's
+mode in its manifest has no write bits (those of earlier versions had them). Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import stat
-import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,21 +38,45 @@ def is_release_id(name: str) -> bool:
     return _RELEASE_ID.fullmatch(name) is not None
 
 
-def canonical(files: list[dict[str, Any]]) -> bytes:
-    """The bytes whose sha256 ends a release's id: the manifest's files, in one spelling."""
-    return json.dumps(files, sort_keys=True, separators=(",", ":")).encode("ascii")
+def canonical(files: list[dict[str, Any]], folders: list[str]) -> bytes:
+    """The bytes whose sha256 ends a release's id: the manifest's files, and its empty folders if there are any, in one
+    spelling."""
+    content: Any = {"files": files, "folders": folders} if folders else files
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def nearest(wanted: str, found: list[str]) -> str:
+    """The name that was probably meant, in words; empty when there is none."""
+    import difflib
+
+    close = difflib.get_close_matches(wanted, found, n=1, cutoff=0.4) or found[-1:]
+    return f"nearest: {close[0]}" if close else ""
 
 
 # -- reading
 
 
 def current(path: Path) -> str | None:
-    """The id of the current release; None when there is none or the link leads nowhere."""
+    """The id of the current release; None when there is none, or `current` is damaged."""
+    name, _ = current_or_why(path)
+    return name
+
+
+def current_or_why(path: Path) -> tuple[str | None, str]:
+    """The id of the current release, or why there is none; both empty before the first deploy."""
+    link = path / "current"
     try:
-        name = (path / "current").readlink().name
+        text = os.readlink(link)
+    except FileNotFoundError:
+        return None, ""
     except OSError:
-        return None
-    return name if (path / "releases" / name).is_dir() else None
+        return None, "it is no link"
+    name = os.path.basename(text)
+    if not is_release_id(name) or text not in (f"releases/{name}", str(path / "releases" / name)):
+        return None, f"it leads to {text!r}, which is no release"
+    if not (path / "releases" / name).is_dir():
+        return None, f"it leads to {name}, which is missing"
+    return name, ""
 
 
 def names(path: Path) -> list[str]:
@@ -63,116 +86,111 @@ def names(path: Path) -> list[str]:
     return []
 
 
+def manifest(folder: Path) -> dict[str, Any]:
+    """A release's manifest, with `folders` also where an earlier version wrote none. OSError or ValueError when it
+    can't be read."""
+    found = json.loads((folder / MANIFEST).read_bytes())
+    try:
+        if all(isinstance(file["size"], int) for file in found["files"]):
+            return {"folders": [], "user": None, **found}
+    except (KeyError, TypeError):
+        pass
+    raise ValueError("it is no manifest")
+
+
 def describe(path: Path, name: str) -> dict[str, Any]:
     """A release's id, and what its manifest says of it."""
     try:
-        manifest = json.loads((path / "releases" / name / MANIFEST).read_bytes())
-        files = manifest["files"]
+        found = manifest(path / "releases" / name)
+        files = found["files"]
         size = sum(file["size"] for file in files)
-        return {"id": name, "files": len(files), "bytes": size, "commit": manifest["commit"], "damaged": False}
+        return {"id": name, "files": len(files), "bytes": size, "commit": found["commit"], "damaged": False}
     except (OSError, ValueError, KeyError, TypeError):
         return {"id": name, "files": None, "bytes": None, "commit": None, "damaged": True}
 
 
-def verify(folder: Path, release: str) -> list[str]:
+def verify(folder: Path, release: str, check: Callable[[], None] = lambda: None) -> list[str]:
     """Compares a release with its manifest, file by file, and the manifest with the release's id. Gives the files'
-    names; Fault("verification") when it is not whole."""
+    names; Fault("verification") when it is not whole. check: called between files."""
     try:
-        files: list[dict[str, Any]] = json.loads((folder / MANIFEST).read_bytes())["files"]
-        if hashlib.sha256(canonical(files)).hexdigest()[:8] != release[-8:]:
-            raise _damaged(release, "its manifest is another one's")
-        for file in files:
-            if not _is_as_sent(folder, file):
-                raise _damaged(release, f"{file['path']!r} is not what was sent")
+        found = manifest(folder)
+        if hashlib.sha256(canonical(found["files"], found["folders"])).hexdigest()[:8] != release[-8:]:
+            raise damaged(release, "its manifest is another one's")
+        for name, why in differences(folder, found["files"], found["folders"], check):
+            raise damaged(release, f"{name!r} {why}")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _damaged(release, f"{error.filename} is missing") from error
+        raise damaged(release, f"{error.filename} is missing") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(release, f"its manifest can't be read: {error}") from error
-    return [file["path"] for file in files]
+        raise damaged(release, f"its manifest can't be read: {error}") from error
+    return [file["path"] for file in found["files"]]
 
 
-def _is_as_sent(folder: Path, file: dict[str, Any]) -> bool:
+def differences(
+    folder: Path, files: list[dict[str, Any]], folders: list[str], check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, str]]:
+    """Every name in a release that is not as its manifest says, and why. What Python keeps of its own (__pycache__) is
+    nobody's business."""
+    for file in files:
+        check()
+        why = _difference(folder, file)
+        if why:
+            yield file["path"], why
+    for name in folders:
+        if not is_inside(name) or not stat.S_ISDIR(_mode(folder / name)):
+            yield name, "is no folder any more"
+    known = {MANIFEST, *(file["path"] for file in files)}
+    for name in _found(folder, ""):
+        if name not in known:
+            yield name, "was not sent by anybody"
+
+
+def _found(folder: Path, below: str) -> Iterator[str]:
+    with os.scandir(folder / below if below else folder) as entries:
+        for entry in entries:
+            name = below + entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                yield name
+            elif entry.name != "__pycache__":
+                yield from _found(folder, name + "/")
+
+
+def _difference(folder: Path, file: dict[str, Any]) -> str:
     name = str(file["path"])
     if not is_inside(name):
-        return False
+        return "leads out of the release"
     place = folder / name
-    state = place.lstat()
+    try:
+        state = os.lstat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
     if file["link"] is not None:
-        return stat.S_ISLNK(state.st_mode) and os.fspath(place.readlink()) == file["link"]
-    if not stat.S_ISREG(state.st_mode) or stat.S_IMODE(state.st_mode) != file["mode"] or state.st_size != file["size"]:
-        return False
-    with place.open("rb") as content:
-        return sha256(content) == file["sha256"]
+        as_sent = stat.S_ISLNK(state.st_mode) and os.readlink(place) == file["link"]
+        return "" if as_sent else "is not the link that was sent"
+    if not stat.S_ISREG(state.st_mode) or state.st_size != file["size"]:
+        return "is not what was sent"
+    if stat.S_IMODE(state.st_mode) != file["mode"]:
+        return f"has mode {stat.S_IMODE(state.st_mode):o}, not {file['mode']:o} as sent"
+    with open(place, "rb") as content:
+        return "" if sha256(content) == file["sha256"] else "is not what was sent"
 
 
-def _damaged(release: str, why: str) -> Fault:
+def _mode(place: Path) -> int:
+    try:
+        return os.lstat(place).st_mode
+    except OSError:
+        return 0
+
+
+def damaged(release: str, why: str) -> Fault:
     return Fault("verification", f"release {release} is not whole", why, "deploy again")
 
 
 # -- writing
 
 
-def unpack(archive: Path, path: Path, release: str) -> None:
-    """releases/<id> with every file of the archive, checked and on the disk; or nothing."""
-    folder = path / "releases" / f"{release}.tmp-{secrets.token_hex(4)}"
-    folder.mkdir()
-    try:
-        # Names are bytes: whatever is not UTF-8 in them passes as surrogate escapes.
-        with tarfile.open(archive, "r:", encoding="utf-8", errors="surrogateescape") as members:
-            got = _unpack_members(members, folder)
-        sent = {*verify(folder, release), MANIFEST}
-        if got != sent:
-            raise _damaged(release, f"nobody sent {sorted(got - sent)[0]!r}")
-        for at, _, files in os.walk(folder, topdown=False):
-            for name in files:
-                if not Path(at, name).is_symlink():
-                    sync(Path(at, name))
-            sync(Path(at))
-        folder.rename(path / "releases" / release)
-        sync(path / "releases")
-    except tarfile.TarError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise Fault("verification", "the archive can't be read", str(error), "run it again") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _unpack_members(members: tarfile.TarFile, folder: Path) -> set[str]:
-    """Regular files and links, each below `folder`; links last, so that no file is written through one."""
-    got: set[str] = set()
-    links: list[tuple[Path, str]] = []
-    for member in members:
-        if not is_inside(member.name):
-            raise Fault("verification", "a file would leave the release", repr(member.name))
-        if member.name in got:
-            raise Fault("verification", "a file comes twice", repr(member.name))
-        got.add(member.name)
-        target = folder / member.name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if member.issym():
-            links.append((target, member.linkname))
-        elif member.isreg():
-            source = members.extractfile(member)
-            assert source is not None  # it is a regular file
-            _write_new(target, source, member.mode & 0o777)
-        else:
-            raise Fault("verification", "neither a file nor a link", repr(member.name))
-    for target, text in links:
-        target.symlink_to(text)
-    return got
-
-
-def _write_new(target: Path, source: IO[bytes], mode: int) -> None:
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "wb") as file:
-        shutil.copyfileobj(source, file, _CHUNK)
-        os.fchmod(descriptor, mode)
-
-
 def activate(path: Path, release: str) -> None:
     """Makes it the current release, by one rename."""
-    link = path / f".current-{secrets.token_hex(4)}"
+    link = path / f".current-{os.urandom(4).hex()}"
     link.symlink_to(f"releases/{release}")
     try:
         link.replace(path / "current")
@@ -185,15 +203,41 @@ def activate(path: Path, release: str) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Removes what killed deploys left behind; whoever holds the lock knows that nobody is at work on it."""
-    for old in (path / "incoming").glob("deploy-*.part"):
-        old.unlink()
+    for old in (path / "incoming").glob("deploy-*"):
+        if old.is_dir():
+            remove(old)
+        else:
+            old.unlink()
     for old in (path / "releases").glob("*.tmp-*"):
-        shutil.rmtree(old)
+        remove(old)
     for old in path.glob(".current-*"):
         old.unlink()
 
 
+def remove(folder: Path) -> int:
+    """Removes a folder and all below it, though it be read-only; gives the bytes that this freed (what other releases
+    share stays)."""
+    freed = 0
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                freed += remove(Path(entry.path))
+                continue
+            state = entry.stat(follow_symlinks=False)
+            freed += state.st_size if state.st_nlink == 1 and stat.S_ISREG(state.st_mode) else 0
+            os.unlink(entry.path)
+    os.rmdir(folder)
+    return freed
+
+
 # -- small things
+
+
+def free_bytes(path: Path) -> int:
+    """What fits on the disk of a folder."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def sha256(file: IO[bytes]) -> str:

@@ -1,4 +1,8 @@
-"""`pct push` and `pct pull`: one file, in place, by a worker whose failure is printed and then forgotten."""
+"""`pct push` and `pct pull`: one file, in place, by a worker whose failure is printed and then forgotten.
+
+Tests make a push go wrong, silently and with exit code 0 as a real one does: while the file PUSH_FAULT is there, a push
+ends after `cut N` bytes, or changes the byte at `flip N`.
+"""
 
 import contextlib
 import os
@@ -6,8 +10,10 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import containers, kernel
+from dflash_ops.sandbox import containers, kernel, layout
 from dflash_ops.sandbox.perl import Failure, locked, say
+
+PUSH_FAULT = layout.SUPPORT / "push-fault"
 
 
 def copy(vmid: int, source: bytes, destination: bytes, options: dict[str, str], *, into: bool) -> int:
@@ -40,7 +46,9 @@ def _copy_one(vmid: int, source: bytes, destination: bytes, options: dict[str, s
     """The worker: never checks what a write returned, so a full disk goes unnoticed."""
     signal.signal(signal.SIGTERM, _interrupted)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    harm, at = None, 0
     if into:
+        harm, at = _fault()
         reader = _open(source, os.O_RDONLY, "reading")
         _enter_files(vmid)
         # Created or truncated in place, through symlinks, before the first byte is there.
@@ -57,10 +65,30 @@ def _copy_one(vmid: int, source: bytes, destination: bytes, options: dict[str, s
             data = os.read(reader, 1 << 16)
         except OSError:
             return  # a folder: no message, an empty file
+        if harm is not None:
+            data = _harmed(data, harm, at)
+            at -= len(data)
         if not data:
             return
         with contextlib.suppress(OSError):
             os.write(writer, data)
+
+
+def _fault() -> tuple[str | None, int]:
+    try:
+        harm, at = PUSH_FAULT.read_text().split()
+    except FileNotFoundError:
+        return None, 0
+    return harm, int(at)
+
+
+def _harmed(data: bytes, harm: str, at: int) -> bytes:
+    """A part of the file, `at` bytes before the place of the fault."""
+    if harm == "cut":
+        return data[: max(at, 0)]
+    if 0 <= at < len(data):
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    return data
 
 
 def _interrupted(*_: object) -> NoReturn:

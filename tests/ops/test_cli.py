@@ -61,6 +61,32 @@ def test_a_day_of_deploys(cli: Cli, tmp_path: Path) -> None:
     assert json.loads(cli("put", str(file), "shared/data/", "--json").stdout)["unchanged"] == 1
 
 
+def test_a_careful_deploy(cli: Cli, tmp_path: Path) -> None:
+    here = tree(tmp_path / "here")
+    (here / ".env").write_text("TOKEN=x\n")
+    done = cli("deploy", "--dry-run", cwd=here)
+    assert b"would send 2 files, 6 B" in done.stdout and b"+ trainer/__init__.py\n" in done.stdout
+    assert done.stderr.decode().startswith("dflash-ops: left out .env: it looks like a secret; --include names")
+    assert json.loads(cli("releases", "--json").stdout)["releases"] == []
+    first = json.loads(cli("deploy", "--via", "stream", "--json", cwd=here).stdout)
+    assert (first["left_out"], first["via"]) == ([{"path": ".env", "why": "a secret"}], "stream")
+    (here / "trainer" / "__init__.py").write_text("b = 2\n")
+    done = cli("deploy", "--diff", "--include", ".env", cwd=here)
+    assert b"--- current/trainer/__init__.py\n+++ here/trainer/__init__.py\n" in done.stdout and done.stderr == b""
+    assert b"+TOKEN=x\n" in done.stdout
+    done = cli("deploy", "--no-activate", "--user", "nobody", cwd=here)
+    second = done.stdout.decode().split()[1]
+    assert f"it is not current; dflash-ops rollback {second} makes it so\n" in done.stdout.decode()
+    assert json.loads(cli("deploy", "--dry-run", "--json", cwd=here).stdout)["current"] == first["release"]
+    wrong = cli("rollback", second[:-1] + "g")
+    assert wrong.returncode == 8 and f"nearest: {second}" in one_line(wrong)
+    assert f"would remove {second}" not in cli("prune", "--keep", "1", "--dry-run").stdout.decode()
+    assert f"{second} is current" in cli("rollback", second).stdout.decode()
+    assert json.loads(cli("prune", "--keep", "0", "--json").stdout)["removed"] == [first["release"]]
+    for words in (("rollback", ""), ("deploy", "--user", ""), ("prune",), ("prune", "--keep", "-1")):
+        assert cli(*words, cwd=here).returncode == 2, words
+
+
 def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: Path) -> None:
     tree(tmp_path / "code")
     text = box.inventory.read_text()
@@ -81,6 +107,7 @@ def test_the_release_of_the_packaged_trainer_runs(box: Box, cli: Cli) -> None:
 def test_steps_are_shown_with_debug_only(cli: Cli, tmp_path: Path) -> None:
     here = tree(tmp_path / "here")
     assert cli("deploy", cwd=here).stderr == b""
+    (here / "new").write_text("new\n")
     steps = [line.split()[0] for line in cli("--debug", "deploy", cwd=here).stderr.decode().split("\n") if line]
     assert steps == ["reading", "asking", "staging", "sending", "pct", "unpacking"]
 
@@ -275,7 +302,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
 
 def test_help_names_every_verb(cli: Cli) -> None:
     text = cli("--help").stdout.decode()
-    verbs = ("deploy", "releases", "rollback", "put", "get", "exec", "sandbox", "train", "gpu-status")
+    verbs = ("deploy", "releases", "rollback", "prune", "put", "get", "exec", "sandbox", "train", "gpu-status")
     assert [verb for verb in verbs if f"  {verb} " not in text] == []
 
 

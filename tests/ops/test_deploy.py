@@ -1,5 +1,6 @@
 """deploy, releases and rollback, through ssh, pct push and the container's own Python."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Generator
@@ -13,12 +14,22 @@ from conftest import Box, Cli
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, VerificationError
-from dflash_ops.release import Manifest, Release
+from dflash_ops.progress import Progress
+from dflash_ops.release import Manifest, Release, printable
 from dflash_ops.sandbox.session import HOME
+from dflash_ops.sending import Via, push_complaint
 from dflash_ops.shell import Shell
-from dflash_ops.source import Source
+from dflash_ops.source import Source, SourceChanged
 
 ODD = os.fsdecode(b"odd \xff\n'name")
+
+
+class Steps(Progress):
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def step(self, text: str) -> None:
+        self.steps.append(text)
 
 
 @pytest.fixture
@@ -47,65 +58,186 @@ def listing(shell: Shell, container: Container, folder: str) -> list[str]:
     return sorted(os.fsdecode(line) for line in out.split(b"\0") if line)
 
 
-def test_a_release_arrives_as_it_is_here(shell: Shell, anywhere: Container, source: Source) -> None:
-    steps: list[str] = []
-    done = verbs.deploy(shell, anywhere, source, on_step=steps.append)
+@pytest.mark.parametrize("via", ["push", "stream"])
+def test_a_release_arrives_as_it_is_here(shell: Shell, anywhere: Container, source: Source, via: Via) -> None:
+    (source.root / "empty").mkdir()
+    way = Steps()
+    done = verbs.deploy(shell, anywhere, source, via=via, way=way)
     assert (done.files, done.size, done.previous, done.commit) == (4, 100_020, None, None)
     assert done.sent > done.size and done.container == str(anywhere)
-    assert [step.split()[0] for step in steps] == ["reading", "asking", "staging", "sending", "pct", "unpacking"]
+    sending = ["staging", "sending", "pct", "unpacking"] if via == "push" else ["streaming", "checking"]
+    assert [step.split()[0] for step in way.steps] == ["reading", "asking", *sending]
     found = [line for line in listing(shell, anywhere, f"{anywhere.path}/current/") if "manifest" not in line]
     assert [line for line in found if not line.startswith("d")] == [
-        "-rw-r--r-- root 10 trainer/__init__.py ",
-        f"-rw-r--r-- root 100000 trainer/{ODD} ",
-        "-rwxr-xr-x root 10 run.sh ",
+        "-r--r--r-- root 10 trainer/__init__.py ",
+        f"-r--r--r-- root 100000 trainer/{ODD} ",
+        "-r-xr-xr-x root 10 run.sh ",
         "lrwxrwxrwx root 19 link trainer/__init__.py",
     ]
-    again = verbs.deploy(shell, anywhere, source)
+    folders = [line.split() for line in found if line.startswith("d")]
+    assert sorted((line[0], line[1], line[3]) for line in folders) == [
+        ("dr-xr-xr-x", "root", "empty"),
+        ("dr-xr-xr-x", "root", "trainer"),
+    ]
+    again = verbs.deploy(shell, anywhere, source, via=via)
+    assert (again.sent, again.reused) == (0, 4)
     assert again.previous == done.release and again.release[-8:] == done.release[-8:]
     assert listing(shell, anywhere, f"{anywhere.path}/incoming") == []
     stages = shell.run(anywhere.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")))
     assert stages.out == b""
 
 
-def test_a_deploy_is_one_push_and_one_command_in_the_container(
-    shell: Shell, box: Box, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pct call costs 0.6 s on a real host, whatever it does."""
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every line of shell text that a host is asked to run."""
     from dflash_ops import ssh
 
-    lines: list[bytes] = []
+    found: list[bytes] = []
     start = ssh.Link.start
 
     def counted(link: ssh.Link, line: bytes, **rest) -> ssh.RemoteProcess:
-        lines.append(line)
+        found.append(line)
         return start(link, line, **rest)
 
     monkeypatch.setattr(ssh.Link, "start", counted)
+    return found
+
+
+def test_a_deploy_is_one_push_and_one_command_in_the_container(
+    shell: Shell, box: Box, source: Source, lines: list[bytes]
+) -> None:
+    """A pct call costs 0.6 s on a real host, whatever it does. What is there already costs none."""
     verbs.deploy(shell, box.container, source)
     assert sum(b"pct " in line for line in lines) == 1
     assert sum(b"lxc-attach" in line for line in lines) == 1
     assert len(lines) == 3
+    lines.clear()
+    assert verbs.deploy(shell, box.container, source).sent == 0
+    (source.root / "run.sh").write_text("#!/bin/sh\nexit\n")
+    verbs.deploy(shell, box.container, source, via="stream")
+    assert len(lines) == 2 and not any(b"pct " in line for line in lines)
+
+
+def test_what_would_be_done_and_what_differs(shell: Shell, box: Box, source: Source, lines: list[bytes]) -> None:
+    container, text = box.container, "trainer/__init__.py"
+    planned = verbs.plan(shell, container, source)
+    assert (planned.current, planned.files, planned.lacking, planned.diff) == (None, 4, 3, None)
+    assert shell.run(container, Command(("ls", container.path))).code != 0  # nothing was made
+    first = verbs.deploy(shell, container, source)
+    assert not verbs.plan(shell, container, source, texts=True).changes
+    (source.root / text).write_text('"""two"""\n')
+    (source.root / "run.sh").chmod(0o644)
+    (source.root / "link").unlink()
+    (source.root / "link").symlink_to("run.sh")
+    (source.root / "trainer" / ODD).unlink()
+    (source.root / "empty").mkdir()
+    (source.root / "new").write_text("no line end")
+    lines.clear()
+    planned = verbs.plan(shell, container, source, texts=True)
+    assert len(lines) == 1
+    assert (planned.current, planned.lacking, planned.to_send) == (first.release, 2, 21)
+    assert planned.changes.added == ("empty/", "new")
+    assert planned.changes.changed == ("link", "run.sh", text)
+    assert planned.changes.removed == (f"trainer/{ODD}",)
+    assert planned.diff == (
+        "empty folder empty/ added\n"
+        "link link: trainer/__init__.py -> run.sh\n"
+        "--- /dev/null\n+++ here/new\n@@ -0,0 +1 @@\n+no line end\n\\ No newline at end of file\n"
+        "mode of run.sh: 555 -> 444\n"
+        f'--- current/{text}\n+++ here/{text}\n@@ -1 +1 @@\n-"""one"""\n+"""two"""\n'
+        f"--- current/trainer/{printable(ODD)}\n+++ /dev/null\n@@ -1 +0,0 @@\n"
+        f"-{'x' * 100_000}\n\\ No newline at end of file\n"
+    )
+    assert [item.id for item in verbs.releases(shell, container).releases] == [first.release]
+
+
+def test_a_release_that_waits(shell: Shell, box: Box, source: Source) -> None:
+    first = verbs.deploy(shell, box.container, source)
+    second = verbs.deploy(shell, box.container, source, activate=False)
+    assert (second.activated, second.previous) == (False, first.release)
+    listed = verbs.releases(shell, box.container).releases
+    assert [(item.id, item.current) for item in listed] == [(first.release, True), (second.release, False)]
+    assert verbs.rollback(shell, box.container, second.release).previous == first.release
+    pruned = verbs.prune(shell, box.container, 0)
+    assert pruned.removed == (first.release,) and pruned.freed > 0
+
+
+def test_files_of_a_user_that_is_not_root(shell: Shell, anywhere: Container, source: Source) -> None:
+    """In an unprivileged container it is that container's user, too."""
+    root = verbs.deploy(shell, anywhere, source)
+    done = verbs.deploy(shell, anywhere, source, user="nobody")
+    assert done.sent == 0  # copied there, for their owners differ
+    found = listing(shell, anywhere, f"{anywhere.path}/releases/{done.release}")
+    assert {line.split()[1] for line in found} == {"nobody"}
+    again = verbs.deploy(shell, anywhere, source, user="nobody")
+    script = 'stat -c %i "$@" | sort -u | wc -l'
+    names = [f"{anywhere.path}/releases/{each.release}/run.sh" for each in (root, done, again)]
+    assert shell.run(anywhere, Command(("sh", "-c", script, "sh", *names))).out == b"2\n"
+    with pytest.raises(PreflightError, match=r"no user 'gone'.*useradd"):
+        verbs.deploy(shell, anywhere, source, user="gone")
+
+
+def test_much_is_warned_of_before_it_goes(
+    shell: Shell, box: Box, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "_LARGE_BYTES", 90_000)
+    warned: list[str] = []
+    verbs.deploy(shell, box.container, source, warn=warned.append)
+    assert len(warned) == 1 and "MB go to" in warned[0] and ".dflashignore" in warned[0]
+    verbs.deploy(shell, box.container, source, warn=warned.append)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("changes", [1, 2])
+def test_a_file_that_changes_meanwhile_is_read_once_more(shell: Shell, box: Box, source: Source, changes: int) -> None:
+    class Changing(Progress):
+        left = changes
+
+        def step(self, text: str) -> None:
+            if text.startswith("asking") and self.left:
+                self.left -= 1
+                (source.root / "run.sh").write_text(f"#!/bin/sh\n# {self.left}\n")
+
+    if changes == 1:
+        verbs.deploy(shell, box.container, source, way=Changing())
+        assert shell.run(box.container, Command(("cat", f"{box.container.path}/current/run.sh"))).out.endswith(b"# 0\n")
+    else:
+        with pytest.raises(SourceChanged, match=r"run\.sh"):
+            verbs.deploy(shell, box.container, source, way=Changing())
+        assert verbs.releases(shell, box.container).releases == ()
+
+
+def test_a_run_that_goes_on_is_told_and_keeps_its_release(shell: Shell, box: Box, source: Source) -> None:
+    first = verbs.deploy(shell, box.container, source)
+    run = f"{box.container.path}/runs/one-20261129-000000-aaaa"
+    text = json.dumps({"schema_version": 1, "release": first.release})
+    script = 'mkdir -p "$1" && printf %s "$2" > "$1/run.json"'
+    shell.run(box.container, Command(("sh", "-c", script, "sh", run, text)), check=True)
+    second = verbs.deploy(shell, box.container, source)
+    assert [(item.run_id, item.release) for item in second.runs] == [("one-20261129-000000-aaaa", first.release)]
+    kept = {item.id: item.why for item in verbs.prune(shell, box.container, 1).kept}
+    assert kept == {first.release: "run one-20261129-000000-aaaa uses it", second.release: "current"}
 
 
 def test_list_and_rollback(shell: Shell, box: Box, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     container = box.container
-    assert verbs.releases(shell, container) == []
+    assert verbs.releases(shell, container) == verbs.Listing((), "")
     with pytest.raises(NotFoundError, match="there are no releases yet"):
         verbs.rollback(shell, container)
     first = verbs.deploy(shell, container, source)
     (source.root / "trainer" / "new.py").write_text("new\n")
     second = verbs.deploy(shell, container, source)
-    listed = verbs.releases(shell, container)
+    listed = verbs.releases(shell, container).releases
     assert [(item.id, item.current) for item in listed] == [(first.release, False), (second.release, True)]
     assert [(item.files, item.damaged) for item in listed] == [(4, False), (5, False)]
     assert verbs.rollback(shell, container).release == first.release
-    assert [item.current for item in verbs.releases(shell, container)] == [True, False]
+    assert [item.current for item in verbs.releases(shell, container).releases] == [True, False]
     assert verbs.rollback(shell, container, second.release).previous == first.release
     with pytest.raises(NotFoundError, match=r"there is no release 2026.*nearest: "):
         verbs.rollback(shell, container, "20260101-000000-nogit-00000000")
     harm = f"{container.path}/releases/{first.release}/trainer/__init__.py"
     shell.run(container, Command(("sh", "-c", 'echo more >> "$1"', "sh", harm)), check=True)
-    with pytest.raises(VerificationError, match=r"is not whole .*__init__\.py"):
+    with pytest.raises(VerificationError, match=r"is not whole .*__init__\.py.* is not what was sent"):
         verbs.rollback(shell, container)
 
 
@@ -122,13 +254,14 @@ def test_two_deploys_at_once(shell: Shell, box: Box, source: Source, monkeypatch
     monkeypatch.setattr(verbs, "_PATIENCE_SECONDS", 0.3)
     container = box.container
 
-    def meanwhile(step: str) -> None:
-        if step.startswith("pct push"):
-            with pytest.raises(BusyError, match=r"another deploy is going on .*held by \w+@.* since 20"):
-                verbs.deploy(shell, container, source)
+    class Meanwhile(Progress):
+        def step(self, text: str) -> None:
+            if text.startswith("pct push"):
+                with pytest.raises(BusyError, match=r"another deploy is going on .*held by \w+@.* since 20"):
+                    verbs.deploy(shell, container, source)
 
-    done = verbs.deploy(shell, container, source, on_step=meanwhile)
-    assert [item.id for item in verbs.releases(shell, container)] == [done.release]
+    done = verbs.deploy(shell, container, source, way=Meanwhile())
+    assert [item.id for item in verbs.releases(shell, container).releases] == [done.release]
 
 
 def test_pcts_own_lock_is_waited_for(shell: Shell, box: Box, source: Source) -> None:
@@ -150,7 +283,7 @@ def test_pcts_own_lock_is_waited_for(shell: Shell, box: Box, source: Source) -> 
     ],
 )
 def test_what_pct_push_says(box: Box, err: bytes, complaint: str) -> None:
-    assert verbs.push_complaint(Result(box.host, Command(("pct",)), 0, b"", err)) == complaint
+    assert push_complaint(Result(box.host, Command(("pct",)), 0, b"", err)) == complaint
 
 
 # -- what may be missing
@@ -210,7 +343,7 @@ def void(_: object) -> None:
 def test_noise_of_a_login_script_harms_nothing(shell: Shell, box: Box, source: Source, bashrc) -> None:
     bashrc("echo welcome; echo '{}'\n")
     assert verbs.deploy(shell, box.container, source).files == 4
-    assert len(verbs.releases(shell, box.container)) == 1
+    assert len(verbs.releases(shell, box.container).releases) == 1
 
 
 LIAR = """#!/bin/sh
@@ -232,6 +365,7 @@ exit 0
 )
 def test_a_push_that_lies_is_found_out(shell: Shell, box: Box, source: Source, bashrc, instead: str, why: str) -> None:
     first = verbs.deploy(shell, box.container, source)
+    (source.root / "trainer" / ODD).write_bytes(b"x" * 100_001)  # else nothing is pushed
     shell.run(box.host, Command(("mkdir", "-p", "/root/liar")), check=True)
     shell.send(box.host, (LIAR % instead).encode(), "/root/liar/pct")
     shell.run(box.host, Command(("chmod", "755", "/root/liar/pct")), check=True)
@@ -240,5 +374,7 @@ def test_a_push_that_lies_is_found_out(shell: Shell, box: Box, source: Source, b
         verbs.deploy(shell, box.container, source)
     assert isinstance(caught.value, VerificationError) or "pct push failed" in str(caught.value)
     bashrc("")
-    assert [(item.id, item.current) for item in verbs.releases(shell, box.container)] == [(first.release, True)]
+    assert [(item.id, item.current) for item in verbs.releases(shell, box.container).releases] == [
+        (first.release, True)
+    ]
     assert listing(shell, box.container, f"{box.container.path}/incoming") == []

@@ -1,15 +1,17 @@
-"""A deploy cut at each of its steps, in each way: `current` stays a whole release, the next deploy works and cleans up.
+"""A deploy cut at each step, in each way: `current` stays a whole release, the next deploy works and cleans up.
 
-The client is the real command line; `--debug` makes it name each step on stderr as it begins it.
+200 cases with --soak, twenty of them daily. The client is the library in this process, on a connection of its own;
+where it is killed, the real command line, which names each step on stderr with --debug as it begins it.
 """
 
 import os
 import random
-import signal
-import subprocess
+import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,18 @@ from proxy import Proxy
 
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container
-from dflash_ops.errors import OpsError, PreflightError
+from dflash_ops.errors import BusyError, OpsError, PreflightError
+from dflash_ops.progress import Progress
+from dflash_ops.sandbox.transfer import PUSH_FAULT
+from dflash_ops.sending import Via
 from dflash_ops.shell import Shell
 from dflash_ops.source import Source
 
-STEPS = ("reading", "asking", "staging", "sending", "pct push", "unpacking")
-KINDS = ("client killed", "ssh dropped", "container stopped")
+STEPS: dict[Via, tuple[str, ...]] = {
+    "push": ("reading", "asking", "staging", "sending", "pct push", "unpacking"),
+    "stream": ("reading", "asking", "streaming", "checking"),
+}
+MOMENTS = (0.0, 0.01, 0.03, 0.1)
 DISK = 48 << 20
 
 
@@ -40,6 +48,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Generator[Box, None, None
     down(name)
 
 
+@pytest.fixture(scope="module")
+def door() -> Generator[Shell, None, None]:
+    """One connection for all that is asked and done beside the deploy that is cut."""
+    with Shell() as shell:
+        yield shell
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
     folder = tmp_path / "source"
@@ -49,9 +64,48 @@ def source(tmp_path: Path) -> Source:
     return Source(folder)
 
 
+class Hook(Progress):
+    """Calls back when the deploy begins a step."""
+
+    def __init__(self, hook: Callable[[str], None]) -> None:
+        self.hook = hook
+
+    def step(self, text: str) -> None:
+        self.hook(text)
+
+
+class Target:
+    """The container that deploys go into, and what happens to it."""
+
+    def __init__(self, door: Shell, container: Container, source: Source, folder: Path, rng: random.Random) -> None:
+        self.door, self.container, self.source, self.folder, self.rng = door, container, source, folder, rng
+        self.known = {verbs.deploy(door, container, source).release}
+
+    def change(self) -> None:
+        """New content for a few files; the others are there already."""
+        for number in self.rng.sample(range(20), 5):
+            (self.source.root / "trainer" / f"{number}.py").write_bytes(self.rng.randbytes(20_000))
+
+    def check(self) -> None:
+        """Current is one of the releases, whole; the next deploy works and leaves nothing but releases."""
+        listed = verbs.releases(self.door, self.container).releases
+        # A release whose content had arrived may still have taken its place: then it is whole.
+        self.known |= {item.id for item in listed}
+        (current,) = (item.id for item in listed if item.current)
+        assert current in self.known
+        verbs.rollback(self.door, self.container, current)  # it refuses what is not whole
+        self.change()
+        done = verbs.deploy(self.door, self.container, self.source)
+        assert done.release > max(self.known)
+        self.known.add(done.release)
+        until(lambda: leftovers(self.door, self.container) == [])
+        if len(listed) > 10:
+            verbs.prune(self.door, self.container, 2)  # the disk is small
+
+
 def check_whole(shell: Shell, container: Container, releases: set[str]) -> str:
     """The current release's id; it is one of these, and every file of it is as it was sent."""
-    current = [item.id for item in verbs.releases(shell, container) if item.current]
+    current = [item.id for item in verbs.releases(shell, container).releases if item.current]
     assert len(current) == 1 and current[0] in releases
     verbs.rollback(shell, container, current[0])  # it refuses what is not whole
     return current[0]
@@ -59,11 +113,13 @@ def check_whole(shell: Shell, container: Container, releases: set[str]) -> str:
 
 def leftovers(shell: Shell, container: Container) -> list[str]:
     """What a deploy must not leave: archives, half releases, staging folders, and its own process in the container."""
-    path = container.path
-    inside = f"find {path}/incoming {path}/releases -mindepth 1 -maxdepth 1 ( -name *.part -o -name *.tmp-* )"
-    found = shell.run(container, Command(tuple(inside.split())), check=True).out
+    script = (
+        "find incoming -mindepth 1; find releases -mindepth 1 -maxdepth 1 -name '*.tmp-*'; "
+        "find . -maxdepth 1 -name '.current-*'; pgrep -af '[ ]receive$' || true"
+    )
+    words = ("sh", "-c", f'cd "$1" && {{ {script}; }}', "sh", container.path)
+    found = shell.run(container, Command(words), check=True).out
     found += shell.run(container.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")), check=True).out
-    found += shell.run(container, Command(("sh", "-c", "pgrep -af '[ ]receive$' || true"))).out
     return found.decode().split("\n")[:-1]
 
 
@@ -74,61 +130,193 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def wait_for_step(client: subprocess.Popen[bytes], step: str) -> None:
+# -- the faults: each deploys, and does its harm when a step begins, or a moment later
+
+
+def at_step(step: str, moment: float, harm: Callable[[], object], stack: ExitStack) -> Hook:
+    """Does the harm once, in a thread when it comes a moment later."""
+    left = [harm]
+
+    def hook(text: str) -> None:
+        if not text.startswith(step) or not left:
+            return
+        if moment == 0.0:
+            left.pop()()
+            return
+        timer = threading.Timer(moment, left.pop())
+        stack.callback(timer.join)
+        timer.start()
+
+    return Hook(hook)
+
+
+def cut_link(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    proxy = stack.enter_context(Proxy(target.container.host, target.folder))
+    with Shell() as shell:
+        way = at_step(step, moment, proxy.cut, stack)
+        verbs.deploy(shell, proxy.before(target.container), target.source, via=via, way=way)
+
+
+def kill_client(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    inventory = proxied(target.container, target.folder)
+    client = Cli(inventory).start("--debug", "deploy", "--via", via, str(target.source.root))
     assert client.stderr is not None
     for line in client.stderr:
         if line.decode().startswith(step):
-            return
-    raise AssertionError(f"the deploy ended before {step!r}")
+            break
+    else:
+        raise AssertionError(f"the deploy ended before {step!r}")
+    time.sleep(moment)
+    client.kill()
+    client.communicate(timeout=60)
 
 
-@pytest.fixture(scope="module")
-def door() -> Generator[Shell, None, None]:
-    """One connection for all that is asked and done beside the deploy that is cut."""
+def stop_container(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    host = target.container.host
+
+    def start() -> None:
+        if b"stopped" in target.door.run(host, Command(("pct", "status", "200"))).out:
+            target.door.run(host, Command(("pct", "start", "200")), check=True)
+
+    def stop() -> None:
+        target.door.run(host, Command(("pct", "stop", "200")), check=True)
+
+    stack.callback(start)
+    deploy_beside(target, via, at_step(step, moment, stop, stack))
+
+
+def fill_container(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    fill_disk(target, target.container, "/opt/ballast", via, step, stack)
+
+
+def fill_host(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    fill_disk(target, target.container.host, "/var/tmp/ballast", via, step, stack)
+
+
+def fill_disk(target: Target, place, file: str, via: Via, step: str, stack: ExitStack) -> None:
+    left = target.rng.choice([0, 50_000, 150_000])
+    stack.callback(lambda: target.door.run(place, Command(("rm", "-f", file)), check=True))
+    deploy_beside(target, via, at_step(step, 0.0, lambda: filled(target.door, place, file, left), stack))
+
+
+def cut_push(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    push_badly(target, f"cut {target.rng.randrange(100_000)}", stack)
+
+
+def change_byte(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    push_badly(target, f"flip {target.rng.randrange(100_000)}", stack)
+
+
+def push_badly(target: Target, fault: str, stack: ExitStack) -> None:
+    host = target.container.host
+    stack.callback(lambda: target.door.run(host, Command(("rm", "-f", str(PUSH_FAULT))), check=True))
+    target.door.run(host, Command(("sh", "-c", 'echo "$1" > "$2"', "sh", fault, str(PUSH_FAULT))), check=True)
+    with pytest.raises(OpsError, match="what arrived is not what was sent"):
+        verbs.deploy(target.door, target.container, target.source)
+
+
+def hold_lock(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    """pct's own, for a second: it is waited for; or another deploy's, which is named."""
+    host = target.container.host
+    if target.rng.random() < 0.5:
+        lock = ("flock", "/run/lock/lxc/pve-config-200.lock", "sh", "-c", "echo held; sleep 1")
+
+        def hold() -> None:
+            talk = stack.enter_context(target.door.converse(host, Command(lock)))
+            assert talk.hear() == b"held"
+
+        verbs.deploy(target.door, target.container, target.source, via=via, way=at_step(step, 0.0, hold, stack))
+        return
+    parameters = {"do": "deploy", "files": [], "folders": [], "user": None, "activate": True}
+    stack.enter_context(verbs._receiver(target.door, target.container, parameters, Progress()))
+    with pytest.raises(BusyError, match=r"another deploy is going on .*held by \w+@.* since 20"):
+        deploy_beside(target, via, Progress())
+
+
+def jump_clock(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    """Forwards or backwards by years: ids still sort by age."""
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    years, real = target.rng.choice([-3, 1]), verbs.now
+
+    def jump() -> None:
+        patch.setattr(verbs, "now", lambda: real() + timedelta(days=365 * years))
+
+    done = verbs.deploy(target.door, target.container, target.source, via=via, way=at_step(step, 0.0, jump, stack))
+    assert done.release > max(target.known)
+
+
+def deploy_twice(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+    """The other one begins at a step of ours; it waits its turn, or is told who is at work."""
+    other = Source(target.folder / "other")
+    (other.root / "trainer").mkdir(parents=True, exist_ok=True)
+    (other.root / "trainer" / "other.py").write_bytes(target.rng.randbytes(1000))
+    ended: list[object] = []
+
+    def run() -> None:
+        try:
+            with Shell() as shell:
+                ended.append(verbs.deploy(shell, target.container, other, via=via).release)
+        except OpsError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    stack.callback(thread.join)
+    ours = deploy_beside(target, via, at_step(step, 0.0, thread.start, stack))
+    thread.join()
+    assert isinstance(ended[0], str | BusyError)
+    current = [item.id for item in verbs.releases(target.door, target.container).releases if item.current]
+    assert current[0] in (ours.release, ended[0])
+
+
+def deploy_beside(target: Target, via: Via, way: Progress) -> verbs.Deployed:
     with Shell() as shell:
-        yield shell
+        return verbs.deploy(shell, target.container, target.source, via=via, way=way)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", STEPS)
-def test_cut_at_every_step_in_every_way(
-    small: Box, source: Source, door: Shell, soak: bool, tmp_path: Path, step: str, kind: str
-) -> None:
-    container = replace(small.container, path=f"/opt/{step}-{kind}".replace(" ", "-"))
-    known = {verbs.deploy(door, container, source).release}
-    random_moment = random.Random(step + kind)
-    for number in range(10 if soak else 1):
-        (source.root / "trainer" / "0.py").write_text(f"{number}")
-        with Proxy(container.host, tmp_path) as proxy:
-            client = Cli(proxied(proxy, container, tmp_path)).start("--debug", "deploy", str(source.root))
-            wait_for_step(client, step)
-            time.sleep(random_moment.choice([0.0, 0.01, 0.03, 0.1]))
-            match kind:
-                case "client killed":
-                    client.kill()
-                case "ssh dropped":
-                    proxy.cut()
-                case _:
-                    door.run(container.host, Command(("pct", "stop", "200")), check=True)
-            out, err = client.communicate(timeout=60)
-        if kind == "container stopped":
-            door.run(container.host, Command(("pct", "start", "200")), check=True)
-        if client.returncode == 0:
-            known.add(out.decode().split()[1])
-        else:
-            assert client.returncode in (-signal.SIGKILL, 1, 4, 6), err.decode()
-        # A release whose archive had arrived may still take its place: then it is whole.
-        known |= {item.id for item in verbs.releases(door, container)}
-        check_whole(door, container, known)
-        known.add(verbs.deploy(door, container, source).release)
-        assert check_whole(door, container, known) == max(known)
-        until(lambda: leftovers(door, container) == [])
-    door.run(container, Command(("rm", "-r", container.path)), check=True)  # the disk is small
+FAULTS = {
+    "the link is cut": cut_link,
+    "the client is killed": kill_client,
+    "the container is stopped": stop_container,
+    "the container's disk is full": fill_container,
+    "the host's disk is full": fill_host,
+    "the push is cut short": cut_push,
+    "a byte is another": change_byte,
+    "a lock is held": hold_lock,
+    "the clock jumps": jump_clock,
+    "two at once": deploy_twice,
+}
+CASES: list[tuple[Via, str, float]] = [
+    (via, step, moment) for via, steps in STEPS.items() for step in steps for moment in (MOMENTS[0], MOMENTS[-1])
+]
 
 
-def proxied(proxy: Proxy, container: Container, folder: Path) -> Path:
-    """An inventory of the container as reached through the proxy."""
-    file, host = folder / "proxied.toml", proxy.host
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_after_any_fault_at_any_step(small: Box, source: Source, door: Shell, share, tmp_path: Path, kind: str) -> None:
+    assert len(CASES) * len(FAULTS) == 200
+    rng = random.Random(kind)
+    target = Target(door, replace(small.container, path=f"/opt/{kind.replace(' ', '-')}"), source, tmp_path, rng)
+    for via, step, most in share(CASES):
+        target.change()
+        moment = rng.choice(MOMENTS[1:]) if most else 0.0
+        with ExitStack() as stack, refused_at_most():
+            FAULTS[kind](target, via, step, moment, stack)
+        target.check()
+    door.run(target.container, Command(("rm", "-r", target.container.path)), check=True)  # the disk is small
+
+
+@contextmanager
+def refused_at_most() -> Generator[None, None, None]:
+    """A deploy under a fault may fail, with one of our errors; any other exception is a fault of ours."""
+    try:
+        yield
+    except OpsError as error:
+        assert "\n" not in error.line()
+
+
+def proxied(container: Container, folder: Path) -> Path:
+    """An inventory of the container, without the sandbox's help."""
+    file, host = folder / "plain.toml", container.host
     file.write_text(
         f'[hosts.box]\naddress = "{host.address}"\nport = {host.port}\nuser = "root"\nkey = "{host.key}"\n'
         f'known_hosts = "{host.known_hosts}"\n[containers.c]\nhost = "box"\nvmid = 200\n'
@@ -143,12 +331,18 @@ def filled(shell: Shell, place, file: str, leave: int) -> None:
     shell.run(place, Command(("sh", "-c", script, "sh", file, str(leave))), check=True)
 
 
+def change_all(source: Source) -> None:
+    for place in (source.root / "trainer").iterdir():
+        place.write_bytes(os.urandom(20_000))
+
+
 @pytest.mark.parametrize("step", ["asking", "staging", "sending", "pct push", "unpacking"])
 def test_the_containers_disk_is_full(small: Box, source: Source, step: str) -> None:
     """From any step on; pct push itself says nothing then."""
     container = replace(small.container, path=f"/opt/full-{step.split()[0]}")
     with Shell() as shell:
         first = verbs.deploy(shell, container, source).release
+        change_all(source)
 
         def fill(now: str) -> None:
             if now.startswith(step):
@@ -156,7 +350,7 @@ def test_the_containers_disk_is_full(small: Box, source: Source, step: str) -> N
                 filled(shell, container, "/opt/ballast", 100_000)
 
         with pytest.raises(PreflightError, match=r"the container's disk is (too )?full .*df -h /opt/full"):
-            verbs.deploy(shell, container, source, on_step=fill)
+            verbs.deploy(shell, container, source, way=Hook(fill))
         assert check_whole(shell, container, {first}) == first
         shell.run(container, Command(("rm", "/opt/ballast")), check=True)
         verbs.deploy(shell, container, source)
@@ -168,6 +362,7 @@ def test_the_hosts_disk_is_full(small: Box, source: Source, left: int) -> None:
     container = replace(small.container, path=f"/opt/host-full-{left}")
     with Shell() as shell:
         first = verbs.deploy(shell, container, source).release
+        change_all(source)
         filled(shell, container.host, "/var/tmp/ballast", left)
         try:
             with pytest.raises(PreflightError, match=r"the host's disk is full .*: df -h /$") as caught:
@@ -185,5 +380,5 @@ def test_a_source_larger_than_the_disk_is_refused_before_anything_is_sent(small:
         file.truncate(DISK)
     steps: list[str] = []
     with Shell() as shell, pytest.raises(OpsError, match="bytes are needed"):
-        verbs.deploy(shell, small.container, source, on_step=steps.append)
+        verbs.deploy(shell, small.container, source, way=Hook(steps.append))
     assert [step.split()[0] for step in steps] == ["reading", "asking"]

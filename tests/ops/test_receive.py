@@ -1,18 +1,23 @@
 """The receiving end alone, in a folder of this machine: killed before each thing it does to the disk, and lied to."""
 
+import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tarfile
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_ops.command import Command, Local, Result
+from dflash_ops.deploy import _entries
 from dflash_ops.release import Release
 from dflash_ops.remote import bundle, releases
 from dflash_ops.shell import Shell
@@ -27,7 +32,8 @@ left, below = int(sys.argv[2]), sys.argv[3]
 def hook(event, args):
     global left
     touched = args and any(isinstance(arg, (str, os.PathLike)) and os.fspath(arg).startswith(below) for arg in args[:2])
-    if touched and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.symlink", "os.chmod", "os.rmdir"):
+    kinds = "open os.mkdir os.rename os.remove os.symlink os.link os.chmod os.chown os.rmdir".split()
+    if touched and event in kinds:
         left -= 1
         if left < 0:
             os.kill(os.getpid(), 9)
@@ -54,24 +60,49 @@ class Receiver:
     def deploy(
         self,
         release: Release,
-        archive: Path,
+        folder: Path,
         kill_at: int | None = None,
         *,
         push: Callable[[Path], None] | None = None,
+        honest: bool = True,
+        via: str = "push",
+        meanwhile: Callable[[], None] = lambda: None,
+        **more: Any,
     ) -> tuple[int, dict[str, Any] | None]:
-        """The exit code and the last answer; stderr is kept in `self.said`."""
-        with self.shell.converse(Local(), self.command("deploy", kill_at)) as talk:
+        """The exit code and the last answer; stderr is kept in `self.said`, the archives' contents in `self.sent`.
+
+        push: harms the archive; honest: after its sha256 was taken.
+        """
+        manifest = release.manifest
+        parameters = {"files": manifest.records(), "folders": list(manifest.folders), "user": None, "activate": True}
+        self.sent: list[list[str]] = []
+        with self.shell.converse(Local(), self.command("deploy", kill_at, **{**parameters, **more})) as talk:
             last = ready = talk.hear()
-            if ready is not None and json.loads(ready)["ok"]:
-                part = Path(json.loads(ready)["part"])
-                shutil.copyfile(archive, part)
-                if push is not None:
-                    push(part)
-                with archive.open("rb") as file:
-                    size, sha256 = sha256_of(file)
-                request = {"id": release.id, "size": size, "sha256": sha256}
+            answer = json.loads(last) if last else {"ok": False}
+            while answer["ok"] and answer["event"] in ("ready", "again"):
+                meanwhile()
+                lacking = _entries(manifest, answer["lacking"])
+                self.sent.append([file.path for file in lacking])
+                request = {"id": release.id, "record": release.record(), "by": via if lacking else None}
+                archive = BytesIO()
+                write_archive(lacking, folder, archive)
+                if lacking and via == "push":
+                    part = Path(json.loads(ready or b"")["part"])
+                    part.write_bytes(archive.getvalue())
+                    if push is not None and not honest:
+                        push(part)
+                        archive = BytesIO(part.read_bytes())
+                    request["size"], request["sha256"] = sha256_of(archive)
+                    if push is not None and honest:
+                        push(part)
                 talk.say(b"\n\n" + json.dumps(request).encode() + b"\n")
+                if request["by"] == "stream":
+                    data = archive.getvalue()
+                    for piece in (data[:7], data[7:]):
+                        talk.say(b"\n" + json.dumps({"bytes": len(piece)}).encode() + b"\n" + piece)
+                    talk.say(b'{"end": true}\n')
                 last = talk.hear()
+                answer = json.loads(last) if last else {"ok": False}
             result = talk.finish()
             self.said = result.err.decode()
             return result.code, json.loads(last) if last else None
@@ -93,53 +124,154 @@ def receiver(shell: Shell, tmp_path: Path) -> Receiver:
 
 @pytest.fixture
 def made(shell: Shell, tmp_path: Path) -> Callable[[int], tuple[Release, Path]]:
-    """Makes the archive of the n-th version of a small tree."""
+    """Makes the n-th version of a small tree; one file differs, and one is in this version alone."""
 
     def make(version: int) -> tuple[Release, Path]:
         folder = tmp_path / f"source{version}"
         (folder / "trainer").mkdir(parents=True)
+        (folder / "empty" / "deep").mkdir(parents=True)
         (folder / "trainer" / "a.py").write_text(f"version = {version}\n" * 1000)
+        (folder / "trainer" / "same.py").write_text("the same always\n")
+        (folder / f"only{version}.py").write_text(f"{version}")
         (folder / "trainer" / os.fsdecode(b"odd\xff")).write_text("")
         (folder / "run.sh").write_text("#!/bin/sh\n")
         (folder / "run.sh").chmod(0o755)
         (folder / "link").symlink_to("trainer/a.py")
-        commit, manifest = read(shell, Source(folder))
-        release = Release(WHEN + timedelta(minutes=version), commit, manifest)
-        archive = tmp_path / f"{version}.tar"
-        with archive.open("w+b") as file:
-            write_archive(release, folder, file)
-        return release, archive
+        reading = read(shell, Source(folder))
+        return Release(WHEN + timedelta(minutes=version), reading.commit, reading.manifest), folder
 
     return make
 
 
-def test_a_release_arrives_whole(receiver: Receiver, made) -> None:
-    release, archive = made(1)
-    code, done = receiver.deploy(release, archive)
+def shared(one: Path, other: Path) -> bool:
+    return one.stat().st_ino == other.stat().st_ino
+
+
+@pytest.mark.parametrize("via", ["push", "stream"])
+def test_a_release_arrives_whole_and_read_only(receiver: Receiver, made, via: str) -> None:
+    release, source = made(1)
+    code, done = receiver.deploy(release, source, via=via)
     assert (code, done and done["release"], done and done["previous"]) == (0, release.id, None)
     folder = receiver.path / "current"
     assert str((receiver.path / "current").readlink()) == f"releases/{release.id}"
     assert releases.verify(folder, release.id) == [file.path for file in release.manifest.files]
-    assert (folder / "run.sh").stat().st_mode & 0o777 == 0o755
+    assert (folder / "run.sh").stat().st_mode & 0o777 == 0o555
     assert str((folder / "link").readlink()) == "trainer/a.py"
+    assert (folder / "empty" / "deep").is_dir()
+    modes = [place.lstat().st_mode for place in (folder.resolve(), *folder.resolve().rglob("*"))]
+    assert [mode for mode in modes if mode & 0o222 and not stat.S_ISLNK(mode)] == []
     assert receiver.leftovers() == []
     assert (receiver.path / "incoming").stat().st_mode & 0o777 == 0o700
+    manifest = json.loads((folder / releases.MANIFEST).read_bytes())
+    assert (manifest["schema_version"], manifest["release"], manifest["folders"]) == (1, release.id, ["empty/deep"])
+
+
+@pytest.mark.parametrize("via", ["push", "stream"])
+def test_only_what_is_lacking_travels(receiver: Receiver, made, via: str) -> None:
+    """Known by its content, whatever its name; unchanged files share their bytes."""
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    (second[1] / "moved.py").write_text("version = 1\n" * 1000)
+    (second[1] / "twice.py").write_text("version = 2\n" * 1000)
+    reading = read(receiver.shell, Source(second[1]))
+    second = (Release(second[0].created_at, None, reading.manifest), second[1])
+    code, done = receiver.deploy(*second, via=via)
+    assert code == 0 and done
+    assert receiver.sent == [["only2.py", "twice.py"]]
+    one, two = (receiver.path / "releases" / release.id for release, _ in (first, second))
+    assert shared(one / "trainer" / "same.py", two / "trainer" / "same.py")
+    assert shared(one / "trainer" / "a.py", two / "moved.py")
+    assert shared(two / "trainer" / "a.py", two / "twice.py")
+    releases.verify(two, second[0].id)
+    again = Release(second[0].created_at + timedelta(1), None, second[0].manifest)
+    assert receiver.deploy(again, second[1])[0] == 0 and receiver.sent == [[]]
+
+
+def test_another_mode_is_a_copy(receiver: Receiver, made) -> None:
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    (second[1] / "trainer" / "same.py").chmod(0o755)
+    reading = read(receiver.shell, Source(second[1]))
+    second = (Release(second[0].created_at, None, reading.manifest), second[1])
+    assert receiver.deploy(*second)[0] == 0
+    one, two = (receiver.path / "releases" / release.id / "trainer" / "same.py" for release, _ in (first, second))
+    assert not shared(one, two)
+    assert [place.stat().st_mode & 0o777 for place in (one, two)] == [0o444, 0o555]
+
+
+@pytest.mark.parametrize("harm", ["removed", "changed", "changed, another mode wanted", "a link now"])
+@pytest.mark.parametrize("via", ["push", "stream"])
+def test_content_that_is_not_what_it_was_is_asked_for_again(receiver: Receiver, made, harm: str, via: str) -> None:
+    """Between the answer of what is there and its use."""
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    if "another mode" in harm:
+        (second[1] / "trainer" / "same.py").chmod(0o755)
+        reading = read(receiver.shell, Source(second[1]))
+        second = (Release(second[0].created_at, None, reading.manifest), second[1])
+    place = receiver.path / "releases" / first[0].id / "trainer" / "same.py"
+
+    def meanwhile() -> None:
+        place.parent.chmod(0o755)
+        match harm.split(",")[0]:
+            case "removed":
+                place.unlink(missing_ok=True)
+            case "changed":
+                place.chmod(0o644)
+                place.write_text("the same ALWAYS\n")
+                place.chmod(0o444)
+            case _:
+                place.unlink()
+                place.symlink_to("a.py")
+
+    code, done = receiver.deploy(*second, meanwhile=meanwhile, via=via)
+    assert code == 0 and done and done["event"] == "done"
+    assert [len(names) for names in receiver.sent] == [2, 1] and receiver.sent[1] == ["trainer/same.py"]
+    releases.verify(receiver.path / "current", second[0].id)
+    assert receiver.leftovers() == []
+
+
+def test_not_activated(receiver: Receiver, made) -> None:
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    code, done = receiver.deploy(*second, activate=False)
+    assert code == 0 and done and done["previous"] == first[0].id
+    assert releases.current(receiver.path) == first[0].id
+    assert receiver.ask("rollback", release=second[0].id)[1]["previous"] == first[0].id
+
+
+def test_the_other_end_may_leave_at_any_time(receiver: Receiver, made, shell: Shell) -> None:
+    """Whatever was not finished by then is not there."""
+    release, folder = made(1)
+    manifest = release.manifest
+    parameters = {"files": manifest.records(), "folders": list(manifest.folders), "user": None, "activate": True}
+    archive = BytesIO()
+    write_archive(_entries(manifest, [file.sha256 for file in manifest.files]), folder, archive)
+    request = json.dumps({"id": release.id, "record": release.record(), "by": "stream"}).encode() + b"\n"
+    frame = json.dumps({"bytes": len(archive.getvalue())}).encode() + b"\n" + archive.getvalue()
+    for said in (b"", request[:20], request, request + frame[:5000], request + frame):
+        with shell.converse(Local(), receiver.command("deploy", **parameters)) as talk:
+            assert json.loads(talk.hear() or b"")["event"] == "ready"
+            talk.say(said)
+            done = talk.finish()
+        assert (done.code, json.loads(done.out)["event"]) == (0, "left"), said[:50]
+        assert releases.names(receiver.path) == [] and receiver.leftovers() == []
+    assert receiver.deploy(release, folder)[0] == 0
 
 
 def test_killed_at_every_step_current_stays_whole_and_the_next_deploy_works(
     receiver: Receiver, made, share, tmp_path: Path
 ) -> None:
-    """Before each thing that the receiver does to the disk; of the mere openings of files, a tenth will do."""
+    """Before each thing that the receiver does to the disk; daily the first and last of each kind, and some more."""
     first, second, third = made(1), made(2), made(3)
     assert receiver.deploy(*first)[0] == 0
     before = tmp_path / "before"
     shutil.copytree(receiver.path, before, symlinks=True)
     assert receiver.deploy(*second, kill_at=1000)[0] == 0
     steps = receiver.said.split()
-    openings = [number for number, step in enumerate(steps) if step == "open"]
-    others = [number for number, step in enumerate(steps) if step != "open"]
-    assert len(openings) > 20 and {"os.mkdir", "os.symlink", "os.rename", "os.remove"} <= set(steps)
-    for step in [*others, *share(openings)]:
+    assert len(steps) > 50 and {"os.mkdir", "os.symlink", "os.link", "os.rename", "os.remove", "os.chmod"} <= set(steps)
+    ends = {at for kind in set(steps) for at in (steps.index(kind), len(steps) - 1 - steps[::-1].index(kind))}
+    for step in sorted({*ends, *share(list(range(len(steps))))}):
         shutil.rmtree(receiver.path)
         shutil.copytree(before, receiver.path, symlinks=True)
         code, _ = receiver.deploy(*second, kill_at=step)
@@ -178,28 +310,52 @@ def test_what_is_not_as_sent_is_refused(receiver: Receiver, made, push, why: str
     assert receiver.leftovers() == []
 
 
-def test_an_archive_that_lies_is_refused(receiver: Receiver, made, tmp_path: Path) -> None:
-    """Its sha256 is right, but there is more in it than its manifest says."""
-    release, archive = made(1)
-    for name, what in (("link", "comes twice"), ("../escape", "would leave"), ("more.py", "is not whole")):
-        file = tmp_path / "lie.tar"
-        shutil.copyfile(archive, file)
-        with tarfile.open(file, "a") as members:
-            members.addfile(tarfile.TarInfo(name))
-        code, answer = receiver.deploy(release, file)
-        assert code == 9 and answer is not None and what in answer["what"]
+def test_an_archive_that_lies_is_refused(receiver: Receiver, made) -> None:
+    """Its sha256 is right, but what is in it is not what was asked for."""
+    release, folder = made(1)
+    wanted = next(file for file in release.manifest.files if file.path == "run.sh")
+
+    def lie(name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
+        out = BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as members:
+            member = tarfile.TarInfo(name)
+            member.size, member.type = len(data), kind
+            members.addfile(member, BytesIO(data))
+        return out.getvalue()
+
+    lies = [
+        (lie("../../escape", b""), "nobody asked"),
+        (lie(wanted.sha256, b"short"), "nobody asked"),
+        (lie(wanted.sha256, b"", tarfile.SYMTYPE), "nobody asked"),
+        (lie(wanted.sha256, b"x" * wanted.size), "not what was sent"),
+        (b"no archive" * 1000, "can't be read"),
+    ]
+    for archive, what in lies:
+        code, answer = receiver.deploy(release, folder, push=partial(Path.write_bytes, data=archive), honest=False)
+        assert code == 9 and answer is not None and what in answer["what"], answer
         assert releases.names(receiver.path) == [] and receiver.leftovers() == []
 
 
+def test_a_name_that_leaves_the_release_is_refused(receiver: Receiver, made) -> None:
+    release, folder = made(1)
+    for name in ("../escape", "/etc/x", "a/../../b"):
+        files = [{**release.manifest.records()[0], "path": name}]
+        code, answer = receiver.deploy(release, folder, files=files)
+        assert code == 9 and answer is not None and "would leave" in answer["what"]
+
+
 def test_list_and_rollback(receiver: Receiver, made) -> None:
-    assert receiver.ask("releases") == (0, {"schema_version": 1, "ok": True, "current": None, "releases": []})
+    assert receiver.ask("releases") == (
+        0,
+        {"schema_version": 1, "ok": True, "current": None, "current_damaged": "", "releases": []},
+    )
     assert receiver.ask("rollback", release=None)[1]["what"] == "there are no releases yet"
     one, two, three = made(1), made(2), made(3)
     for each in (one, two, three):
         receiver.deploy(*each)
     listed = receiver.ask("releases")[1]
     assert [item["id"] for item in listed["releases"]] == [one[0].id, two[0].id, three[0].id]
-    assert listed["releases"][0]["files"] == 4 and listed["current"] == three[0].id
+    assert listed["releases"][0]["files"] == 6 and listed["current"] == three[0].id
     assert receiver.ask("rollback", release=None)[1]["release"] == two[0].id
     assert receiver.ask("rollback", release=None)[1]["release"] == one[0].id
     code, answer = receiver.ask("rollback", release=None)
@@ -209,31 +365,52 @@ def test_list_and_rollback(receiver: Receiver, made) -> None:
     assert code == 8 and three[0].id in answer["why"]
 
 
-@pytest.mark.parametrize("harm", ["changed", "missing", "mode", "manifest"])
+@pytest.mark.parametrize("harm", ["changed", "missing", "mode", "manifest", "added", "folder", "cache"])
 def test_rollback_refuses_a_release_that_is_not_whole(receiver: Receiver, made, harm: str) -> None:
     one, two = made(1), made(2)
     receiver.deploy(*one)
     receiver.deploy(*two)
     folder = receiver.path / "releases" / one[0].id
+    for place in (folder, *folder.rglob("*")):
+        if not place.is_symlink():
+            place.chmod(place.stat().st_mode | 0o200) if place.is_dir() or harm == "changed" else None
     match harm:
         case "changed":
             (folder / "trainer" / "a.py").write_text("version = 9\n" * 1000)
+            (folder / "trainer" / "a.py").chmod(0o444)
+        case "added":
+            (folder / "json.py").touch()
+        case "folder":
+            (folder / "empty" / "deep").rmdir()
+        case "cache":  # what Python keeps for itself harms nothing
+            (folder / "trainer" / "__pycache__").mkdir()
+            (folder / "trainer" / "__pycache__" / "a.pyc").touch()
         case "missing":
             (folder / "link").unlink()
         case "mode":
             (folder / "run.sh").chmod(0o644)
         case _:
             (folder / releases.MANIFEST).write_text("{}")
+
     code, answer = receiver.ask("rollback", release=one[0].id)
+    if harm == "cache":
+        assert (code, answer["release"]) == (0, one[0].id)
+        return
     assert (code, answer["kind"]) == (9, "verification")
     assert releases.current(receiver.path) == two[0].id
     assert receiver.ask("releases")[1]["releases"][0]["damaged"] == (harm == "manifest")
 
 
 def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell: Shell) -> None:
-    with shell.converse(Local(), receiver.command("deploy")) as talk:
+    empty = {"files": [], "folders": [], "user": None, "activate": True}
+    with shell.converse(Local(), receiver.command("deploy", **empty)) as talk:
         assert json.loads(talk.hear() or b"")["event"] == "ready"
-        for ask in (lambda: receiver.deploy(*made(1)), lambda: receiver.ask("rollback", release=None)):
+        others = (
+            lambda: receiver.deploy(*made(1)),
+            lambda: receiver.ask("rollback", release=None),
+            lambda: receiver.ask("prune", keep=1, dry_run=False),
+        )
+        for ask in others:
             code, answer = ask()
             assert code == 7 and answer is not None
             assert answer["why"].startswith("held by tester since 20")
@@ -243,7 +420,8 @@ def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_path_that_can_be_no_folder(shell: Shell, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy")) as talk:
+    empty = {"files": [], "folders": [], "user": None, "activate": True}
+    with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy", **empty)) as talk:
         answer = json.loads(talk.hear() or b"")
     assert (answer["ok"], answer["kind"]) == (False, "preflight")
     assert str(tmp_path) in answer["where"] and "correct `path`" in answer["next"]
@@ -254,3 +432,110 @@ def test_a_current_that_is_no_link_is_told(receiver: Receiver, made) -> None:
     code, answer = receiver.deploy(*made(1))
     assert (code, answer and answer["what"]) == (1, "`current` can't be replaced")
     assert receiver.leftovers() == []
+    assert receiver.ask("releases")[1]["current_damaged"] == "it is no link"
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "why"), [("releases/gone", "no release"), ("/etc", "no release"), ("", "missing")]
+)
+def test_a_damaged_current_is_told_and_replaced(receiver: Receiver, made, leads_to: str, why: str) -> None:
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    (receiver.path / "current").unlink()
+    (receiver.path / "current").symlink_to(leads_to or "releases/20261129-000000-nogit-00000000")
+    answer = receiver.ask("releases")[1]
+    assert answer["current"] is None and why in answer["current_damaged"]
+    assert receiver.ask("prune", keep=0, dry_run=True)[1]["removed"] == []  # it is the newest that is whole
+    assert receiver.ask("rollback", release=None)[1]["release"] == first[0].id
+    code, done = receiver.deploy(*second)
+    assert code == 0 and done and done["previous"] == first[0].id
+
+
+def run_with(path: Path, release: str, ended: bool, number: int = 1) -> None:
+    folder = path / "runs" / f"run-20261129-00000{number}-aaaa"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"schema_version": 1, "release": release}))
+    if ended:
+        (folder / "exit.json").write_text(json.dumps({"schema_version": 1, "code": 0}))
+
+
+def test_prune_keeps_what_is_needed(receiver: Receiver, made) -> None:
+    made_ones = [made(number) for number in range(6)]
+    for each in made_ones:
+        receiver.deploy(*each)
+    ids = [release.id for release, _ in made_ones]
+    run_with(receiver.path, ids[1], ended=False)
+    run_with(receiver.path, ids[2], ended=True, number=2)
+    receiver.ask("rollback", release=ids[3])
+    newest = receiver.path / "releases" / ids[5]
+    (newest / "only5.py").chmod(0o777)  # no good one any more; what others share would harm them too
+    planned = receiver.ask("prune", keep=0, dry_run=True)[1]
+    assert releases.names(receiver.path) == ids and planned["freed_bytes"] == 0
+    code, done = receiver.ask("prune", keep=0, dry_run=False)
+    assert code == 0 and done["removed"] == planned["removed"] == [ids[0], ids[2], ids[5]]
+    assert {item["id"]: item["why"].split()[0] for item in done["kept"]} == {
+        ids[1]: "run",
+        ids[3]: "current",
+        ids[4]: "the",
+    }
+    assert releases.names(receiver.path) == [ids[1], ids[3], ids[4]]
+    for name in releases.names(receiver.path):  # what they shared with the others is theirs alone now
+        releases.verify(receiver.path / "releases" / name, name)
+    # Three files of each were its own; the last of an inode frees it.
+    assert 0 < done["freed_bytes"] < 5 * made_ones[0][0].manifest.size
+    assert receiver.ask("prune", keep=2, dry_run=False)[1]["removed"] == []
+    assert receiver.leftovers() == []
+
+
+def test_prune_killed_half_way_leaves_no_half_release(receiver: Receiver, made, share) -> None:
+    for number in range(3):
+        receiver.deploy(*made(number))
+    before = releases.names(receiver.path)
+    codes: list[int] = []
+    for at in share(list(range(70))):
+        codes.append(receiver.shell.run(Local(), receiver.command("prune", at, keep=0, dry_run=False)).code)
+        left = releases.names(receiver.path)
+        assert left[-1] == before[-1] and set(left) <= set(before)
+        for name in left:
+            releases.verify(receiver.path / "releases" / name, name)
+    assert set(codes) == {0, 137}
+    assert receiver.deploy(*made(4))[0] == 0
+    assert receiver.leftovers() == []
+
+
+def test_a_release_of_an_earlier_version_is_taken_as_it_is(receiver: Receiver, made) -> None:
+    """With write bits, and a manifest that knows no folders."""
+    first, second = made(1), made(2)
+    receiver.deploy(*first)
+    folder = receiver.path / "releases" / first[0].id
+    manifest = json.loads((folder / releases.MANIFEST).read_bytes())
+    files = [{**file, "mode": file["mode"] | 0o200} for file in manifest["files"] if file["link"] is None]
+    ending = hashlib.sha256(releases.canonical(files, [])).hexdigest()[:8]
+    old = receiver.path / "releases" / f"20261101-000000-nogit-{ending}"
+    shutil.copytree(folder, old, symlinks=True)
+    old.chmod(0o755)
+    for place in old.rglob("*"):
+        if not place.is_symlink():
+            place.chmod(place.stat().st_mode | 0o200)
+    (old / "link").unlink()
+    record = {"schema_version": 1, "release": old.name, "commit": None, "created_at": "x", "files": files}
+    (old / releases.MANIFEST).write_text(json.dumps(record))
+    assert receiver.ask("rollback", release=old.name)[0] == 0
+    releases.remove(folder)
+    assert receiver.deploy(*second)[0] == 0
+    assert receiver.sent == [["only2.py", "trainer/a.py"]]  # the rest was copied, since its modes are others
+
+
+def test_a_user_that_the_container_does_not_know(receiver: Receiver, made) -> None:
+    code, answer = receiver.deploy(*made(1), user="nobody-of-that-name")
+    assert code == 6 and answer and "no user 'nobody-of-that-name'" in answer["what"] and "useradd" in answer["next"]
+
+
+def test_live_runs_are_told(receiver: Receiver, made) -> None:
+    first = made(1)
+    code, done = receiver.deploy(*first)
+    assert code == 0 and done and done["runs"] == []
+    run_with(receiver.path, first[0].id, ended=False)  # made a moment ago: it is starting
+    run_with(receiver.path, first[0].id, ended=True, number=2)
+    code, done = receiver.deploy(*made(2))
+    assert done and done["runs"] == [{"run_id": "run-20261129-000001-aaaa", "release": first[0].id}]

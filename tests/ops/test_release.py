@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ops import source as sources
-from dflash_ops.errors import ConfigError, NotFoundError, OpsError, PreflightError
-from dflash_ops.release import FileEntry, Manifest, Release, check_link, printable, select
+from dflash_ops.errors import ConfigError, NotFoundError, PreflightError
+from dflash_ops.release import FileEntry, LeftOut, Manifest, Release, check_link, printable, select
 from dflash_ops.remote.releases import MANIFEST, is_inside
 from dflash_ops.shell import Shell
-from dflash_ops.source import Source
+from dflash_ops.source import Source, SourceChanged
 
 WHEN = datetime(2026, 11, 29, 16, 4, 5, tzinfo=UTC)
 FILE = FileEntry("trainer/a.py", 0o644, 3, "ab" * 32)
@@ -30,7 +30,7 @@ def git(folder: Path, *words: str) -> None:
 
 
 def names(shell: Shell, source: Source) -> list[str]:
-    return [file.path for file in sources.read(shell, source)[1].files]
+    return [file.path for file in sources.read(shell, source).manifest.files]
 
 
 def tree(folder: Path, *files: str) -> Path:
@@ -47,6 +47,7 @@ def test_an_id_is_time_commit_and_content() -> None:
     assert Release(WHEN, None, Manifest((FILE,))).id == f"20261129-160405-nogit-{digest}"
     other = Manifest((FileEntry("trainer/a.py", 0o755, 3, "ab" * 32),))
     assert other.digest != Manifest((FILE,)).digest
+    assert Manifest((FILE,), ("empty",)).digest != Manifest((FILE,)).digest
 
 
 def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
@@ -60,8 +61,27 @@ def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
         MANIFEST,
         "b/x.pyc",
     ]
-    assert select(found) == ["a.py", "data/keep.txt", "data/x.bin", "sub/.git"]
-    assert select(found, ["data/*", "!data/keep.txt", "# a remark", ""]) == ["a.py", "data/keep.txt", "sub/.git"]
+    assert select(found) == (["a.py", "data/keep.txt", "data/x.bin"], [])
+    assert select(found, ["data/*", "!data/keep.txt", "# a remark", ""]) == (["a.py", "data/keep.txt"], [])
+
+
+def test_secrets_and_checkpoints_are_left_out_and_told_unless_named() -> None:
+    secrets = [".env", "conf/.env.prod", "id_ed25519", "conf/tls.key", ".ssh/config", "a.pem"]
+    checkpoints = ["best.pt", "m/model.safetensors", "runs/step-00000008/state.json"]
+    plain = [".env.example", "keys.py", "pt", "step-1/x", "trainer/checkpoint.py"]
+    sent, left_out = select([*plain, *secrets, *checkpoints])
+    assert sent == sorted(plain)
+    assert left_out == sorted(
+        [*(LeftOut(name, "a secret") for name in secrets), *(LeftOut(name, "a checkpoint") for name in checkpoints)],
+        key=lambda item: item.path,
+    )
+    sent, left_out = select(["best.pt", ".env", "x.pt"], include=["/best.pt"])
+    assert (sent, [item.path for item in left_out]) == (["best.pt"], [".env", "x.pt"])
+    # A folder that an ignore file takes back is no name of a secret in it; what is ignored is not told.
+    assert select(["t/.env", "t/a", "b"], ["/*", "!/t/"])[0] == ["t/a"]
+    assert select(["a", ".env"], [".env"]) == (["a"], [])
+    with pytest.raises(ConfigError, match="--include"):
+        select(["a"], include=["!"])
 
 
 @pytest.mark.parametrize("line", ["!", "\\", "a\\"])
@@ -72,7 +92,7 @@ def test_an_ignore_line_that_is_no_pattern_is_named(line: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab./\\\udcff\n é", min_size=1, max_size=12)))
 def test_selection_is_sorted_by_bytes_and_without_doubles(found: list[str]) -> None:
-    chosen = select(found)
+    chosen, _ = select(found)
     assert chosen == sorted(set(chosen), key=os.fsencode)
     assert set(chosen) <= set(found)
 
@@ -85,15 +105,29 @@ def test_in_git_what_git_knows_and_what_it_would_add(tmp_path: Path, shell: Shel
     git(tmp_path, "commit", "-m", "x")
     (tmp_path / "src" / "deleted.py").unlink()
     (tmp_path / "src" / ".dflashignore").write_text("*.bin\n")
-    commit, manifest = sources.read(shell, Source(tmp_path / "src"))
-    assert [file.path for file in manifest.files] == [".dflashignore", "kept.py", "untracked.py"]
-    assert commit is not None and len(commit) == 40
+    reading = sources.read(shell, Source(tmp_path / "src"))
+    assert [file.path for file in reading.manifest.files] == [".dflashignore", "kept.py", "untracked.py"]
+    assert reading.commit is not None and len(reading.commit) == 40
+
+
+def test_empty_folders_go_too(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path, "src/a.py", "new/b.py", "cache/__pycache__/b.pyc")
+    for name in ("src/empty", "new/deep/er", "off", "mine", "ignored", "é\n"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".dflashignore").write_text("/mine/\n")
+    kept = {"src/empty", "new/deep/er", "off", "é\n"}
+    assert set(sources.read(shell, Source(tmp_path)).manifest.folders) == {*kept, "ignored"}
+    git(tmp_path, "init")
+    git(tmp_path, "add", "src/a.py")
+    (tmp_path / ".gitignore").write_text("/ignored/\n/new/nothing/\n")
+    (tmp_path / "new" / "nothing").mkdir()
+    assert set(sources.read(shell, Source(tmp_path)).manifest.folders) == kept
 
 
 def test_a_repository_without_a_commit_has_none(tmp_path: Path, shell: Shell) -> None:
     tree(tmp_path, "a.py")
     git(tmp_path, "init")
-    assert sources.read(shell, Source(tmp_path))[0] is None
+    assert sources.read(shell, Source(tmp_path)).commit is None
 
 
 def test_outside_git_every_file(tmp_path: Path, shell: Shell) -> None:
@@ -116,8 +150,8 @@ def test_modes_and_links_are_kept(tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "run.sh").chmod(0o755)
     (tmp_path / "b" / "link").symlink_to("../run.sh")
     (tmp_path / "folder").symlink_to("b")
-    files = {file.path: file for file in sources.read(shell, Source(tmp_path))[1].files}
-    assert files["run.sh"].mode == 0o755
+    files = {file.path: file for file in sources.read(shell, Source(tmp_path)).manifest.files}
+    assert (files["run.sh"].mode, files["b/file"].mode) == (0o555, 0o444)  # a release is read-only
     assert (files["b/link"].link, files["folder"].link) == ("../run.sh", "b")
 
 
@@ -144,7 +178,7 @@ def test_an_empty_source_is_refused_with_its_reason(tmp_path: Path, shell: Shell
     with pytest.raises(PreflightError, match="no file found"):
         sources.read(shell, Source(tmp_path))
     tree(tmp_path, "a.pyc")
-    with pytest.raises(PreflightError, match="1 files found, all of them ignored"):
+    with pytest.raises(PreflightError, match="1 files found, all of them ignored or left out"):
         sources.read(shell, Source(tmp_path))
     git(tmp_path, "init")
     (tmp_path / ".gitignore").write_text("*\n")
@@ -166,25 +200,48 @@ def test_which_folder(tmp_path: Path) -> None:
         sources.choose(tmp_path / "gone", None, here=here)
 
 
-def test_the_archive_holds_the_manifest_first_and_then_every_file(tmp_path: Path, shell: Shell) -> None:
+def test_the_archive_holds_each_content_by_its_sha256(tmp_path: Path, shell: Shell) -> None:
     folder = tree(tmp_path / "in", "a.py", "x" * 200 + "/" + "y" * 200)
-    (folder / "link").symlink_to("a.py")
-    commit, manifest = sources.read(shell, Source(folder))
+    files = sources.read(shell, Source(folder)).manifest.files
     with (tmp_path / "release.tar").open("w+b") as file:
-        sources.write_archive(Release(WHEN, commit, manifest), folder, file)
-        size, _ = sources.sha256_of(file)
-    assert size == (tmp_path / "release.tar").stat().st_size
+        sources.write_archive(files, folder, file)
     with tarfile.open(tmp_path / "release.tar") as members:
-        assert members.getnames() == [MANIFEST, "a.py", "link", "x" * 200 + "/" + "y" * 200]
+        assert members.getnames() == [file.sha256 for file in files]
+    assert (tmp_path / "release.tar").stat().st_size >= sources.archive_size(files)
 
 
-@pytest.mark.parametrize("change", ["longer", "shorter", "other"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "other", "gone"])
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, shell: Shell, change: str) -> None:
     folder = tree(tmp_path / "in", "a.py")
-    _, manifest = sources.read(shell, Source(folder))
-    (folder / "a.py").write_text({"longer": "a.py+", "shorter": "a", "other": "b.py"}[change])
-    with pytest.raises(OpsError, match=r"a file changed while it was read \(a\.py\)"):
-        sources.write_archive(Release(WHEN, None, manifest), folder, BytesIO())
+    manifest = sources.read(shell, Source(folder)).manifest
+    if change == "gone":
+        (folder / "a.py").unlink()
+    else:
+        (folder / "a.py").write_text({"longer": "a.py+", "shorter": "a", "other": "b.py"}[change])
+    with pytest.raises(SourceChanged, match=r"a file changed while it was read \(a\.py\)"):
+        sources.write_archive(manifest.files, folder, BytesIO())
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_read_once_more(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tree(tmp_path / "in", "a.py")
+    hashed, changes = sources.sha256_of, 1
+
+    def changing(file):
+        nonlocal changes
+        result = hashed(file)
+        if changes:
+            changes -= 1
+            with (folder / "a.py").open("a") as more:
+                more.write("more")
+        return result
+
+    monkeypatch.setattr(sources, "sha256_of", changing)
+    assert sources.read(shell, Source(folder)).manifest.size == len("a.pymore")
+    changes = 2
+    with pytest.raises(SourceChanged, match=r"a\.py"):
+        sources.read(shell, Source(folder))
 
 
 def test_git_refuses_to_list_it(tmp_path: Path, shell: Shell) -> None:
@@ -194,10 +251,11 @@ def test_git_refuses_to_list_it(tmp_path: Path, shell: Shell) -> None:
 
 
 def test_the_disk_under_the_archive_is_full(tmp_path: Path, shell: Shell) -> None:
-    _, manifest = sources.read(shell, Source(tree(tmp_path, "a.py")))
+    manifest = sources.read(shell, Source(tree(tmp_path, "a.py"))).manifest
     with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:
         with pytest.raises(PreflightError, match=r"the local disk is full .*Next: .*TMPDIR"):
-            sources.write_archive(Release(WHEN, None, manifest), tmp_path, full)
+            sources.write_archive(manifest.files, tmp_path, full)
+            full.flush()
         full.close()
 
 
