@@ -25,7 +25,6 @@ from types import TracebackType
 
 STALLED_CODE = 14  # of a process that the watchdog has ended
 TELLING_SECONDS = 10.0  # for a report to be written: the disk or the log's reader may be what hangs
-JOIN_SECONDS = 5.0
 FRAMES = 40  # of a thread's stack, the innermost
 
 
@@ -88,7 +87,8 @@ class Watchdog:
             teller = threading.Thread(target=_try, args=(tell, report), name="watchdog's report", daemon=True)
             teller.start()
             teller.join(TELLING_SECONDS)
-        self._leave(STALLED_CODE)
+        if not self._over.is_set():  # the block was left meanwhile: nothing hangs
+            self._leave(STALLED_CODE)
 
     def _report(self) -> str:
         still = f"{self._what} stands still: nothing got on for {self._seconds:g} s"
@@ -111,7 +111,7 @@ class Watchdog:
     ) -> None:
         self._over.set()
         if self._seconds > 0:
-            self._thread.join(JOIN_SECONDS)
+            self._thread.join(3 * TELLING_SECONDS)  # it may be telling, which must not come after what the caller tells
             faulthandler.cancel_dump_traceback_later()
 
 

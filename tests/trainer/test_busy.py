@@ -118,29 +118,25 @@ def test_marks_that_nobody_reads_do_not_pile_up() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_clock_on_a_gpu_counts_kernels_and_the_wait_for_another_stream() -> None:
-    device = torch.device("cuda:0")
-    matrix = torch.randn(4096, 4096, device=device)
+    device, cycles = torch.device("cuda:0"), 1_000_000_000  # about half a second
     ours, theirs = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    pieces, cycles = DeviceClock(device), 200_000_000  # about 0.1 s
+    pieces, there = DeviceClock(device), torch.cuda.Event()
     with torch.cuda.stream(ours):
         pieces.start()
-        matrix @ matrix
         pieces.end()
     with torch.cuda.stream(theirs):
         torch.cuda._sleep(cycles)
-        there = torch.cuda.Event()
         there.record()
     with torch.cuda.stream(ours):
         ours.wait_event(there)
         pieces.start()
-        torch.cuda._sleep(cycles // 2)
+        torch.cuda._sleep(cycles // 4)
         pieces.end()
-        assert pieces.read().working < 0.02  # queued, not done: nothing has waited
-    torch.cuda.synchronize(device)
+    pieces.read()
+    assert not there.query()  # all is queued, nothing has waited
+    ours.synchronize()
     seen = pieces.read()
-    assert seen.waiting_in > 0.02 and seen.working > 0.01
-    assert 1 < seen.waiting_in / seen.working < 4
+    assert seen.waiting_in > seen.working > 0
 
 
 # --- advice ---

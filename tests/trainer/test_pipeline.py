@@ -374,12 +374,13 @@ def test_whatever_happens(
     # Where the threads lose time: enough for items to overtake each other.
     delays = [[rng.choice((0.0, 0.0, 0.0, 0.0005)) for _ in range(31)] for _ in range(4)]
     sizes = [rng.randrange(7) for _ in range(31)]
-    waiting, failed = list[int](), list[BaseException]()
+    waiting, waiting_bytes, failed = [0], [0], list[BaseException]()
 
     def at(place: int) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
         def stage(item: tuple[int, ...]) -> tuple[int, ...]:
             number = item[0]
             waiting.extend(pipeline.depths().values())
+            waiting_bytes.extend(channel._bytes for channel in pipeline._channels)
             if delays[place][number]:
                 time.sleep(delays[place][number])
             if (place, number) in failures:
@@ -412,7 +413,8 @@ def test_whatever_happens(
         error = raised
     assert not workers() and pipeline.left_behind == []
     assert results == [(number, *range(len(counts) + 1)) for number in range(len(results))]
-    assert max(waiting, default=0) <= depth + 1
+    assert max(waiting) <= depth + 1
+    assert most_bytes is None or max(waiting_bytes) <= most_bytes + max(sizes)
     if error is not None:
         assert failed == [error] and error.args in reached
         assert "raised in the worker" in error.__notes__[0]

@@ -118,6 +118,18 @@ def test_a_report_that_can_not_be_written_keeps_no_process_alive(fails: str, mon
     release.set()
 
 
+def test_what_gets_on_after_all_is_not_ended() -> None:
+    left, told = Left(), threading.Event()
+
+    def tell(report: str) -> None:
+        told.set()
+        assert watchdog._over.wait(BOUND)
+
+    with Watchdog(0.05, tell, leave=left) as watchdog:
+        assert told.wait(BOUND)
+    assert not left.is_set() and not watchdog._thread.is_alive()
+
+
 HANGS = """
 import ctypes, threading
 from trainer.watchdog import Watchdog
