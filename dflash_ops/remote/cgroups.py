@@ -11,6 +11,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 _PREFIX = "dflash-run-"
 
@@ -60,9 +61,9 @@ def remove(group: str | None, run_id: str) -> None:
                 os.rmdir(folder)
 
 
-def _is_of(group: str | None, run_id: str) -> bool:
+def _is_of(group: Any, run_id: str) -> bool:
     """Records may be foreign: only a folder with the run's whole name, in a cgroup file system, is its group."""
-    if not group or os.path.basename(group) != f"{_PREFIX}{run_id}":
+    if not isinstance(group, str) or os.path.basename(group) != f"{_PREFIX}{run_id}":
         return False
     return os.path.isfile(os.path.join(group, "cgroup.procs"))
 

@@ -85,6 +85,7 @@ class Proof:
         self.wanted = bool(gpus) or opened
         self.before = look() if self.wanted else Picture(missing=True)
         self.after = self.before
+        self._charged_before, self._others_before = self._charged(self.before), self._charged(self.before, ours=False)
 
     def note(self, targets: Iterable[processes.Process]) -> None:
         """More processes that belong to what is ended."""
@@ -120,38 +121,31 @@ class Proof:
             )
         return {"checked": checked, "why": self.after.why if checked else "", "held": held}
 
-    def _charged(self, picture: Picture) -> dict[str, float]:
-        """MiB by card that known processes are charged with; a pid that has a new owner is not theirs."""
+    def _is_ours(self, pid: int) -> bool:
+        """Whether the pid is one of theirs, living or dead; one that has a new owner is not."""
+        owner = processes.read(pid) if pid in self._known else None
+        return pid in self._known and (owner is None or owner.start == self._known[pid])
+
+    def _charged(self, picture: Picture, ours: bool = True) -> dict[str, float]:
+        """MiB by card that their processes are charged with, or with `ours` false everybody else's."""
         found: dict[str, float] = {}
         for uuid, pid, mib in picture.charges:
-            if pid in self._known:
-                owner = processes.read(pid)
-                if owner is None or owner.start == self._known[pid]:
-                    found[uuid] = found.get(uuid, 0.0) + (mib or 0.0)
+            if self._is_ours(pid) == ours:
+                found[uuid] = found.get(uuid, 0.0) + (mib or 0.0)
         return found
 
     def _still_full(self) -> list[str]:
         """Cards whose used memory did not fall by what was charged, less what others took meanwhile."""
-        if self.before.why:
-            return []
         full: list[str] = []
+        others_now = self._charged(self.after, ours=False)
         for uuid, mib in self._charged_before.items():
             was, now = self.before.card(uuid), self.after.card(uuid)
             if was is None or now is None or was.used is None or now.used is None:
                 continue
-            others = sum(m or 0.0 for u, pid, m in self.after.charges if u == uuid and pid not in self._known)
-            others -= sum(m or 0.0 for u, pid, m in self.before.charges if u == uuid and pid not in self._known)
-            if now.used > was.used - mib + max(0.0, others) + max(_SLACK_MIB, mib / 50):
+            grown = max(0.0, others_now.get(uuid, 0.0) - self._others_before.get(uuid, 0.0))
+            if now.used > was.used - mib + grown + max(_SLACK_MIB, mib / 50):
                 full.append(uuid)
         return full
-
-    @property
-    def _charged_before(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for uuid, pid, mib in self.before.charges:
-            if pid in self._known:
-                found[uuid] = found.get(uuid, 0.0) + (mib or 0.0)
-        return found
 
 
 def _brief(holder: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 PROC = Path("/proc")
 RUN_ID = b"DFLASH_RUN_ID"
 RUN_DIR = b"DFLASH_RUN_DIR"
+MESSENGER = b"DFLASH_OPS_MESSENGER"
 
 _DEVICE = re.compile(r"/dev/nvidia(\d+)")
 
@@ -161,16 +162,21 @@ def descendants(root: Process, processes: list[Process]) -> set[int]:
 
 
 def of_run(
-    run_id: str, supervisor: dict[str, Any] | None, child: dict[str, Any] | None, group: Iterable[int] = ()
+    run_id: str,
+    supervisor: dict[str, Any] | None,
+    child: dict[str, Any] | None,
+    group: Callable[[], set[int]] = set,
 ) -> list[Process]:
-    """Every living process of the run but its supervisor.
+    """Every living process of the run but its supervisor, and who tells of the run.
 
     Evidence, each sound by itself: it descends from the supervisor or from the trainer, it is in the trainer's process
     group while the trainer exists (later the number may be somebody else's), it was started with the run's id, or it is
     among `group`, the pids in the run's own control group.
     """
-    pids = set(group)
     processes = table()
+    pids = (
+        group()
+    )  # asked after the table: a pid that changed hands between has the old one's start time, and is spared
     for identity in (supervisor, child):
         root = find(identity)
         if root is not None:
@@ -186,8 +192,15 @@ def of_run(
         if not process.ended
         and process.pid != above
         and process.pid != os.getpid()
+        and not (process.parent == above and is_messenger(process.pid))
         and (process.pid in pids or environment(process.pid).get(RUN_ID) == wanted)
     ]
+
+
+def is_messenger(pid: int) -> bool:
+    """Whether a supervisor's child is the one that notifies somebody, and not of the run."""
+    its = environment(pid)
+    return MESSENGER in its and RUN_ID not in its
 
 
 def send(process: Process, number: int) -> bool:

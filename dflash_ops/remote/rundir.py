@@ -262,5 +262,8 @@ def live_runs(path: Path) -> list[dict[str, Any]]:
 def members(run: dict[str, Any]) -> list[processes.Process]:
     """The living processes of the run of these facts, its supervisor left out."""
     state: dict[str, Any] = run["state"] if run["state"].get("boot_id") == processes.boot_id() else {}
-    group = cgroups.pids(state.get("cgroup"), run["run_id"])
+
+    def group() -> set[int]:
+        return cgroups.pids(state.get("cgroup"), run["run_id"])
+
     return processes.of_run(run["run_id"], state.get("supervisor"), state.get("child"), group)

@@ -272,9 +272,10 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
     dead = {run["run_id"]: run["state"].get("cgroup") for run in every if not rundir.lives(run)}
 
     def stale() -> list[processes.Process]:
-        grouped = {pid: run_id for run_id, group in dead.items() for pid in cgroups.pids(group, run_id)}
         found: list[processes.Process] = []
-        for process in processes.table():
+        everything = processes.table()  # before the groups are asked: see processes.of_run
+        grouped = {pid: run_id for run_id, group in dead.items() for pid in cgroups.pids(group, run_id)}
+        for process in everything:
             environment = processes.environment(process.pid)
             run_id = os.fsdecode(environment.get(processes.RUN_ID, b""))
             ours = run_id in dead and environment.get(processes.RUN_DIR) == os.fsencode(path / "runs" / run_id)

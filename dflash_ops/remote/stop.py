@@ -10,35 +10,42 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_ops.remote import answers, cgroups, gpuproof, processes, rundir
 
-_KILL_SECONDS = 15.0
 _SUPERVISOR_SECONDS = 20.0  # it may still be clearing what the trainer left
-_MEMORY_SECONDS = 20.0
+
+
+class Limits(NamedTuple):
+    """Seconds: for the run to save and end by itself, for SIGKILL to take effect, for GPU memory to be free again."""
+
+    grace: float
+    kill_seconds: float = 15.0
+    memory_seconds: float = 20.0
 
 
 def main(parameters: dict[str, Any]) -> int:
     path = Path(parameters["path"])
-    kill = float(parameters.get("kill_seconds", _KILL_SECONDS))
-    grace, again = float(parameters["grace"]), bool(parameters.get("again"))
-    return answers.answer_with_beats(path, lambda: stop(path, parameters["run"], grace, kill=kill, again=again))
+    limits = Limits(float(parameters["grace"]))
+    for name in ("kill_seconds", "memory_seconds"):
+        if name in parameters:
+            limits = limits._replace(**{name: float(parameters[name])})
+    again = bool(parameters.get("again"))
+    return answers.answer_with_beats(path, lambda: stop(path, parameters["run"], limits, again=again))
 
 
-def stop(
-    path: Path, run: str | None, grace: float, *, kill: float = _KILL_SECONDS, again: bool = False
-) -> dict[str, Any]:
+def stop(path: Path, run: str | None, limits: Limits, *, again: bool = False) -> dict[str, Any]:
     """Stops the run, or the only one that lives. Fault not_found when nothing of it runs; not so when asked `again`,
     since an earlier try, whose answer was lost, may have ended it."""
     with rundir.start_lock(path):  # a start that is going on ends first: its run then is whole
         folder = _target(path, run)
-    return stop_folder(folder, grace, kill=kill, again=again)
+    return stop_folder(folder, limits, again=again)
 
 
-def stop_folder(folder: Path, grace: float, *, kill: float = _KILL_SECONDS, again: bool = False) -> dict[str, Any]:
+def stop_folder(folder: Path, limits: Limits, *, again: bool = False) -> dict[str, Any]:
     """Stops this run; the answer names what would not die, with where it hangs in the kernel, and what GPU memory is
-    not back. kill: seconds for SIGKILL to take effect."""
+    not back."""
     began = time.monotonic()
     boot = processes.boot_id()
     run = rundir.facts(folder, boot)
@@ -67,10 +74,10 @@ def stop_folder(folder: Path, grace: float, *, kill: float = _KILL_SECONDS, agai
         return not processes.alive(run["state"].get("supervisor")) and not left()
 
     killed: list[dict[str, Any]] = []
-    if not processes.wait_until(gone, grace, on_wait=_say("it saves and ends; killed in", run)):
+    if not processes.wait_until(gone, limits.grace, on_wait=_say("it saves and ends; killed in", run)):
         killed = [processes.describe(process) for process in left()]
         cgroups.kill(run["state"].get("cgroup"), folder.name)
-        processes.kill_all(left, kill, on_wait=_say("killing what is left", run))
+        processes.kill_all(left, limits.kill_seconds, on_wait=_say("killing what is left", run))
         # One that will not die still holds the GPU: the supervisor stays, with its lock, and records the end.
         if supervisor and not left():
             ends = _say("its supervisor ends", run)
@@ -80,7 +87,7 @@ def stop_folder(folder: Path, grace: float, *, kill: float = _KILL_SECONDS, agai
     processes.wait_until(lambda: not left(), 1.0)
     survivors = [processes.describe(process) for process in left()]
     back = bool(survivors) or processes.wait_until(
-        proof.back, _MEMORY_SECONDS, every=0.2, on_wait=_say("waiting for the GPU's memory", run)
+        proof.back, limits.memory_seconds, every=0.2, on_wait=_say("waiting for the GPU's memory", run)
     )
     if not survivors:
         cgroups.remove(run["state"].get("cgroup"), folder.name)

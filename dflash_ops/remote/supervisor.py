@@ -151,7 +151,7 @@ class _Supervisor:
                 ending = _Ending(child, min(_STALL_GRACE, 60 * self._minutes))
             if ending is not None:
                 ending.go_on()
-            self._pump.turn(1.0 if ending is None else 0.1)
+            self._pump.turn(dog.every if ending is None else 0.1)
         stopped = _Signals.stop_asked  # a stop that comes now comes too late: it has ended by itself
         oom = not stopped and ending is None and self._memory.within(_OOM_SECONDS)
         left = _clear(self._pump, self._state["cgroup"], self._run["run_id"])
@@ -351,11 +351,12 @@ def _reap(trainer: subprocess.Popen[bytes] | None) -> int | None:
 def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
     """Ends what the trainer left running, for a run is over when all of it is; returns what would not go.
 
-    As subreaper we are the parent of every orphan: no child of ours left means nothing of the run left.
+    As subreaper we are the parent of every orphan: no child of ours left means nothing of the run left. Messengers are
+    left alone: with one of them about, two scans in a row must find nothing else.
     """
     began = time.monotonic()
-    asked = False
-    while True:
+    asked, scans = False, 0
+    while scans < 2:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -364,6 +365,8 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
         everything = processes.table()
         below = processes.descendants(_myself(), everything)
         left = [process for process in everything if process.pid in below and not process.ended]
+        left = [process for process in left if not processes.is_messenger(process.pid)]
+        scans = 0 if left else scans + 1
         waited = time.monotonic() - began
         if waited > _LEFTOVER_LIMIT:
             return [processes.describe(process) for process in left]
@@ -375,6 +378,7 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
                 processes.send(process, signal.SIGCONT)
             asked = True
         pump.turn(0.05)
+    return []
 
 
 def _record(folder: Path, reserve: Path, log: Log, record: dict[str, Any]) -> None:

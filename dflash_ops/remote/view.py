@@ -62,7 +62,7 @@ def _ask(folder: Path) -> None:
         return
     _say(f"stopping: the trainer saves a checkpoint; killed after {_STOP_GRACE:.0f} s")
     try:
-        done = stop.stop_folder(folder, _STOP_GRACE)
+        done = stop.stop_folder(folder, stop.Limits(_STOP_GRACE))
     except answers.Fault as fault:
         _say(f"{fault.parts['what']}: {fault.parts['why']}")
         return

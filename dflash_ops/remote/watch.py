@@ -35,13 +35,14 @@ class Watchdog:
         self._before_training: tuple[Any, ...] | None = None
         self._since = self._looked = time.monotonic()
         self._first = step_of(folder)
+        self.every = min(_EVERY, self._seconds / 4) if minutes else _EVERY
         self.stalled = False
 
     def look(self, log_end: int) -> bool:
         """Whether it has just begun to stall, or just gone on: `stalled` says which. log_end: bytes of the log so far;
         our own notes in it belong to `forgive`."""
         now = time.monotonic()
-        if not self._seconds or now - self._looked < min(_EVERY, self._seconds / 4):
+        if not self._seconds or now - self._looked < self.every:
             return False
         self._looked = now
         status = rundir.read_json(self._folder / "status.json") or {}

@@ -6,17 +6,19 @@ It is a real process tree under the real supervisor; only the training is left o
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import bundle
+from dflash_ops.remote import bundle, cgroups, processes, rundir
 
 TRAINER = r"""
-import os, signal, subprocess, sys, time
+import datetime, faulthandler, json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 words = sys.argv[1:]
@@ -49,12 +51,32 @@ def spawn(label, detach):
     step_on(label)
 
 
+if "stacks" in does:
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+if "gpu" in does:  # the fake nvidia-smi beside this charges whoever is named in the file while anybody has it open
+    card = os.open(does["gpu"], os.O_RDWR)
+    os.write(card, str(os.getpid()).encode())
+    os.set_inheritable(card, True)
 if "child" in does:
     spawn("child.pid", detach=False)
 if "runaway" in does:
     spawn("runaway.pid", detach=True)
 if "setsid" in does:
     subprocess.Popen(["setsid", "sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if "stranger" in does:  # no descent, no session, no process group, no environment of the run
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            words = ["sh", "-c", 'echo $$ > "$1"; exec sleep 1000', "sh", str(run_dir / "stranger.pid")]
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (1, 2):
+                os.dup2(null, fd)
+            os.execve("/bin/sh", words, {})
+        os._exit(0)
+if "oom" in does:
+    hoard = []
+    while True:
+        hoard.append(bytearray(b"x") * (4 << 20))
 if "holds" in does:
     os.set_inheritable(os.open(does["holds"], os.O_RDONLY), True)
 if "binary" in does:
@@ -68,6 +90,25 @@ if "environment" in does:
     Path(run_dir, "environment").write_bytes(b"\0".join(k + b"=" + v for k, v in os.environb.items()))
     links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
     Path(run_dir, "descriptors").write_text("\n".join(links))
+attempt = 1
+if "heals_after" in does:
+    count = Path(run_dir, "attempts")
+    attempt = int(count.read_text()) + 1 if count.exists() else 1
+    count.write_text(str(attempt))
+    if attempt > int(does["heals_after"]):
+        does.pop("code", None), does.pop("signal", None), does.pop("hangs_at", None)
+
+
+def record(state, step):
+    moment = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+    status = {"schema_version": 1, "state": state, "step": step, "total_steps": 100, "updated_at": moment}
+    Path(run_dir, "status.part").write_text(json.dumps(status))
+    os.replace(Path(run_dir, "status.part"), Path(run_dir, "status.json"))
+    if state == "training":
+        with open(Path(run_dir, "metrics.jsonl"), "a") as file:
+            file.write(json.dumps({"step": step, "time": moment}) + "\n")
+
+
 step = 0
 if "--resume" in words:
     earlier = sorted(Path(words[words.index("--resume") + 1], "checkpoints").iterdir())
@@ -77,6 +118,11 @@ Path(run_dir, "trainer.pid").write_text(str(os.getpid()))
 for step in range(step + 1, int(does.get("steps", 10**9)) + 1):
     if asked:
         break
+    if "records" in does:
+        record("training", step)
+    if step == int(does.get("hangs_at", -1)):
+        while "hangs_at" in does and not Path(run_dir, "wake").exists():
+            time.sleep(0.02)
     print(f"step {step} " + "x" * int(does.get("width", 0)), flush=True)
     time.sleep(float(does.get("pause", 0.02)))
 if "code" in does:
@@ -84,6 +130,8 @@ if "code" in does:
 if "signal" in does:
     os.kill(os.getpid(), int(does["signal"]))
 Path(run_dir, "checkpoints", f"step-{step:08d}").mkdir(parents=True)
+if "records" in does:
+    record("stopped" if asked else "finished", step)
 print("saved", flush=True)
 """
 
@@ -134,6 +182,101 @@ def start_parameters(path: Path, name: str, config: str, **more: Any) -> dict[st
         "room_bytes": 0,
         **more,
     }
+
+
+SMI = r"""#!{python}
+# nvidia-smi for one card, a file: in use while anybody has it open, and charged to the pid that stands in it.
+import os, sys
+held = False
+for name in os.listdir("/proc"):
+    try:
+        for link in os.scandir(f"/proc/{{name}}/fd"):
+            held = held or os.readlink(link.path) == "{card}"
+    except OSError:
+        continue
+used = 1009 if held else 0
+if os.path.exists("{card}.leaks"):
+    used = 1009
+if any("--query-gpu" in word for word in sys.argv):
+    print(f"0, GPU-1, 00000000:01:00.0, {{used}}, 24576")
+elif held:
+    print(f"GPU-1, {{open('{card}').read()}}, 1000")
+"""
+
+
+def fake_gpu(folder: Path) -> Path:
+    """A card, and an nvidia-smi for it in folder/bin."""
+    (folder / "bin").mkdir(exist_ok=True)
+    card = folder / "card"
+    card.touch()
+    program = folder / "bin" / "nvidia-smi"
+    program.write_text(SMI.format(python=sys.executable, card=card))
+    program.chmod(0o755)
+    return card
+
+
+class LocalBox:
+    """A folder like a container's, with the stand-in trainer deployed, and a tmux server of its own (TMUX_TMPDIR)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        make_release(path)
+
+    def start(self, name: str, config: str = "", **more: Any) -> Path:
+        code, reply = self.try_start(name, config, **more)
+        assert code == 0, reply
+        return self.path / "runs" / reply["facts"]["run_id"]
+
+    def try_start(self, name: str, config: str = "", **more: Any) -> tuple[int, dict[str, Any]]:
+        prefix = more.pop("prefix", ())
+        return call("start", start_parameters(self.path, name, config, **more), prefix=prefix)
+
+    def stop(self, run: str | None = None, grace: float = 20.0, **more: Any) -> tuple[int, dict[str, Any]]:
+        return call("stop", {"path": str(self.path), "run": run, "grace": grace, **more})
+
+    def facts(self, run: str) -> dict[str, Any]:
+        code, reply = call("report", {"path": str(self.path), "run": run})
+        assert code == 0
+        return reply["runs"][0]
+
+    def all_facts(self) -> list[dict[str, Any]]:
+        code, reply = call("report", {"path": str(self.path), "run": None})
+        assert code == 0
+        return reply["runs"]
+
+    def ended(self, folder: Path) -> dict[str, Any]:
+        return retry_until(lambda: rundir.read_json(folder / "exit.json"))
+
+    def trainer(self, folder: Path, label: str = "trainer.pid") -> int:
+        return int(retry_until(lambda: (folder / label).exists() and (folder / label).read_text()))
+
+
+@contextlib.contextmanager
+def local_box(folder: Path) -> Iterator[LocalBox]:
+    """A LocalBox; at the end nothing of its runs lives."""
+    sockets = folder / "tmux"
+    sockets.mkdir()
+    before = os.environ.get("TMUX_TMPDIR")
+    os.environ["TMUX_TMPDIR"] = str(sockets)
+    box = LocalBox(folder / "opt")
+    try:
+        yield box
+    finally:
+        for run_folder in rundir.folders(box.path):
+            run = rundir.facts(run_folder, processes.boot_id())
+            supervisor = processes.find(run["state"].get("supervisor"))
+            if supervisor:
+                processes.send(supervisor, signal.SIGTERM)
+            processes.kill_all(lambda run=run: rundir.members(run), 10)
+            if supervisor:
+                processes.wait_until(lambda s=supervisor: not processes.alive(s.identity()), 10)
+            cgroups.remove(run["state"].get("cgroup"), run["run_id"])
+        for server in ("dflash", "default"):
+            subprocess.run(["tmux", "-L", server, "kill-server"], capture_output=True, check=False)
+        if before is None:
+            del os.environ["TMUX_TMPDIR"]
+        else:
+            os.environ["TMUX_TMPDIR"] = before
 
 
 def retry_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:

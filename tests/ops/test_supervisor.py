@@ -19,6 +19,7 @@ import pytest
 import stand_in
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stand_in import LocalBox as Box
 from stand_in import call, call_bytes, carriers, exists, retry_until
 
 from dflash_ops import render_runs, runs
@@ -27,56 +28,10 @@ from dflash_ops.remote.logfile import Log, tail_offset
 from dflash_ops.remote.supervisor import parse_environment
 
 
-class Box:
-    """A folder like a container's, with the stand-in trainer deployed, and a tmux server of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        stand_in.make_release(path)
-
-    def start(self, name: str, config: str = "", **more: Any) -> Path:
-        code, reply = self.try_start(name, config, **more)
-        assert code == 0, reply
-        return self.path / "runs" / reply["facts"]["run_id"]
-
-    def try_start(self, name: str, config: str = "", **more: Any) -> tuple[int, dict[str, Any]]:
-        prefix = more.pop("prefix", ())
-        return call("start", stand_in.start_parameters(self.path, name, config, **more), prefix=prefix)
-
-    def stop(self, run: str | None = None, grace: float = 20.0) -> tuple[int, dict[str, Any]]:
-        return call("stop", {"path": str(self.path), "run": run, "grace": grace})
-
-    def facts(self, run: str) -> dict[str, Any]:
-        code, reply = call("report", {"path": str(self.path), "run": run})
-        assert code == 0
-        return reply["runs"][0]
-
-    def all_facts(self) -> list[dict[str, Any]]:
-        code, reply = call("report", {"path": str(self.path), "run": None})
-        assert code == 0
-        return reply["runs"]
-
-    def ended(self, folder: Path) -> dict[str, Any]:
-        return retry_until(lambda: rundir.read_json(folder / "exit.json"))
-
-    def trainer(self, folder: Path, label: str = "trainer.pid") -> int:
-        return int(retry_until(lambda: (folder / label).exists() and (folder / label).read_text()))
-
-
 @pytest.fixture
-def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    sockets = tmp_path / "tmux"
-    sockets.mkdir()
-    monkeypatch.setenv("TMUX_TMPDIR", str(sockets))
-    box = Box(tmp_path / "opt")
-    yield box
-    for folder in rundir.folders(box.path):
-        run = rundir.facts(folder, processes.boot_id())
-        processes.kill_all(lambda run=run: rundir.members(run), 10)
-        supervisor = processes.find(run["state"].get("supervisor"))
-        if supervisor:
-            processes.wait_until(lambda s=supervisor: not processes.alive(s.identity()), 10)
-    subprocess.run(["tmux", "-L", "dflash", "kill-server"], capture_output=True, check=False)
+def box(tmp_path: Path) -> Iterator[Box]:
+    with stand_in.local_box(tmp_path) as box:
+        yield box
 
 
 # -- the course of a run

@@ -1,0 +1,167 @@
+"""What a start refuses for lack of: GPUs, disk, shared memory. And what it keeps of where the code came from."""
+
+import json
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in
+from stand_in import LocalBox
+
+from dflash_ops.remote import answers, gpuproof, preflight, processes, rundir
+from dflash_ops.remote.gpuproof import Card, Picture
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[LocalBox]:
+    with stand_in.local_box(tmp_path) as box:
+        yield box
+
+
+def refused(path: Path, resumed: Path | None = None, **more: Any) -> answers.Fault:
+    with pytest.raises(answers.Fault) as caught:
+        preflight.check(path, {**stand_in.start_parameters(path, "a", ""), **more}, resumed)
+    assert caught.value.parts["next"]
+    return caught.value
+
+
+def cards(monkeypatch: pytest.MonkeyPatch, *used: float, charges: tuple[tuple[str, int, float], ...] = ()) -> None:
+    every = tuple(Card(index, f"GPU-{index}", "x", mib, 24576.0) for index, mib in enumerate(used))
+    monkeypatch.setattr(gpuproof, "look", lambda: Picture(every, charges))
+
+
+def test_gpus_must_be_there_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(**more: Any) -> list[str]:
+        return preflight.check(tmp_path, stand_in.start_parameters(tmp_path, "a", "", **more), None)
+
+    cards(monkeypatch, 9.0, 9.0)
+    assert check(gpus=[0, 1]) == check(gpus=[]) == check(gpus=None) == []
+    fault = refused(tmp_path, gpus=[1, 3])
+    assert (fault.kind, fault.parts["what"], "0, 1" in fault.parts["why"]) == ("preflight", "there is no GPU 3", True)
+    # A process of this container that is in no run: also where no list of GPUs is given.
+    cards(monkeypatch, 9.0, 1009.0, charges=(("GPU-1", os.getpid(), 1000.0),))
+    assert check(gpus=[0]) == []
+    for gpus in ([1], None):
+        fault = refused(tmp_path, gpus=gpus)
+        assert fault.kind == "busy" and f"process {os.getpid()} (" in fault.parts["why"]
+    assert check(gpus=[1], share_gpus=True) == []
+    # A dead one, whose child keeps the memory.
+    cards(monkeypatch, 1009.0, charges=(("GPU-0", 2**22 + 5, 1000.0),))
+    assert "gone" in refused(tmp_path, gpus=[0]).parts["why"]
+    # Somebody out of sight.
+    cards(monkeypatch, 20000.0)
+    fault = refused(tmp_path, gpus=[0])
+    assert fault.kind == "busy" and "by nobody in this container" in fault.parts["why"]
+    assert check(gpus=None) == check(gpus=[0], share_gpus=True) == []
+
+
+def test_a_sick_nvidia_smi_is_said_and_a_missing_one_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = stand_in.start_parameters(tmp_path, "a", "", gpus=[0])
+    monkeypatch.setattr(gpuproof, "look", lambda: Picture(why="Failed to initialize NVML"))
+    assert "NVML" in refused(tmp_path, gpus=[0]).parts["why"]
+    monkeypatch.setattr(gpuproof, "look", lambda: Picture(why="nvidia-smi: not there", missing=True))
+    assert preflight.check(tmp_path, parameters, None) == ["GPUs were not checked: nvidia-smi: not there"]
+
+
+def test_the_runs_own_processes_are_no_strangers(
+    box: LocalBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = stand_in.fake_gpu(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    folder = box.start("a", f"gpu = {card}")
+    trainer = box.trainer(folder)
+    assert gpuproof.look().charges == (("GPU-1", trainer, 1000.0),)
+    assert box.try_start("b")[0] == 0  # without a list of GPUs nothing is claimed
+    code, reply = box.try_start("c", gpus=[5])
+    assert (code, reply["what"]) == (6, "there is no GPU 5")
+    assert [rundir.name_of(it.name) for it in rundir.folders(box.path)] == ["a", "b"]
+
+
+def test_room_for_two_checkpoints_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 3 << 30
+
+    def usage(path: object) -> Usage:
+        return Usage(0, 0, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    parameters = stand_in.start_parameters(tmp_path, "a", "", gpus=[])
+    del parameters["room_bytes"]
+    assert preflight.check(tmp_path, parameters, None) == []
+    free = 1 << 29
+    fault = refused(tmp_path, gpus=[], room_bytes=preflight.ROOM_BYTES)
+    assert (fault.kind, fault.parts["why"]) == ("preflight", "512 MiB are free, 1024 needed")
+    # As large as those of the run that is gone on from, or of the last of the name.
+    earlier = tmp_path / "runs" / "a-20261129-120000-abcd"
+    checkpoint = earlier / "checkpoints" / "step-00000005"
+    checkpoint.mkdir(parents=True)
+    (earlier / "run.json").write_text("{}")
+    with (checkpoint / "model.safetensors").open("wb") as file:
+        file.truncate(300 << 20)
+    assert "two checkpoints of 300 MiB" in refused(tmp_path, gpus=[]).parts["why"]
+    assert "two checkpoints of 300 MiB" in refused(tmp_path, earlier, name="b", gpus=[]).parts["why"]
+    assert preflight.check(tmp_path, stand_in.start_parameters(tmp_path, "b", "", gpus=[]), None) == []
+
+
+def test_shared_memory_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(monkeypatch, 0.0, 0.0)
+
+    def usage(path: object) -> Usage:
+        return Usage(0, 0, 64 << 20 if path == preflight._SHM else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    fault = refused(tmp_path, gpus=[0, 1])
+    assert (fault.parts["what"], fault.parts["why"]) == (
+        "/dev/shm is too small",
+        "64 MiB are free, 128 needed for 2 GPUs",
+    )
+    for gpus in ([0], []):
+        assert preflight.check(tmp_path, stand_in.start_parameters(tmp_path, "a", "", gpus=gpus), None) == []
+
+
+def test_a_run_keeps_where_its_code_came_from(box: LocalBox) -> None:
+    manifest = {"commit": "0123456789abcdef", "dirty": True, "files": []}
+    (box.path / "releases" / stand_in.RELEASE / ".dflash-manifest.json").write_text(json.dumps(manifest))
+    folder = box.start("a", "steps = 1", set=["a=1"], env="TOKEN=hush\n", env_names=["TOKEN"])
+    run = rundir.read_json(folder / "run.json")
+    assert run is not None
+    assert run["git"] == {"commit": "0123456789abcdef", "dirty": True}
+    assert (run["settings"], run["env_names"], run["release"]) == (["a=1"], ["TOKEN"], stand_in.RELEASE)
+    assert (folder / "config.toml").read_text() == "steps = 1"
+    box.ended(folder)
+
+
+def test_a_repeated_run_is_the_earlier_one_but_for_what_is_said(box: LocalBox) -> None:
+    first = box.start(
+        "a",
+        "steps = 3",
+        set=["x=1"],
+        env="TOKEN=hush\n",
+        env_names=["TOKEN"],
+        restart=2,
+        stall_minutes=7,
+        notify=["http://127.0.0.1:9/"],
+    )
+    box.ended(first)
+    again = box.start("a", None, like=first.name, set=["x=2"])  # type: ignore[arg-type]
+    box.ended(again)
+    run = rundir.read_json(again / "run.json")
+    assert run is not None
+    assert (run["settings"], run["env_names"], run["resumes"]) == (["x=1", "x=2"], ["TOKEN"], first.name)
+    assert (run["restart"], run["stall_minutes"], run["notified"], run["like"]) == (2, 7, 1, first.name)
+    for name in ("config.toml", "env", "notify"):
+        assert (again / name).read_bytes() == (first / name).read_bytes()
+    assert (again / "log").read_text().startswith("resumed at step 3\n")
+    # The record of an earlier version has the settings in its command alone.
+    old = {name: value for name, value in run.items() if name in ("run_id", "command", "gpus", "env_names", "resumes")}
+    (again / "run.json").write_text(json.dumps(old))
+    third = box.start("a", None, like="a")  # type: ignore[arg-type]
+    box.ended(third)
+    assert (rundir.read_json(third / "run.json") or {})["settings"] == ["x=1", "x=2"]
+    assert box.try_start("a", None, like="nobody")[0] == 8  # type: ignore[arg-type]
+    assert not [it for it in processes.table() if b"hush" in processes.environment(it.pid).values()]
