@@ -9,7 +9,7 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,16 @@ def features_of(
     ).to(device)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for one shape, by rules alone: left to itself Inductor times some kernels and takes the quickest, so
+    that the order of sums, and with it the last bits, would differ from GPU to GPU and from cache to cache.
+    """
+    import torch._inductor.config as inductor
+
+    rules = {"deterministic": True} if hasattr(inductor, "deterministic") else {}  # torch 2.10 and later
+    return torch.compile(function, dynamic=False, fullgraph=True, options=cast(Any, rules))
+
+
 class Learner:
     """A drafter with its optimiser.
 
@@ -179,8 +189,8 @@ class Learner:
         self._forward: Callable[..., Tensor] = model
         self._chunk: ChunkLoss = chunk_loss
         if self.device.type == "cuda":
-            self._forward = cast(Callable[..., Tensor], torch.compile(model, dynamic=False, fullgraph=True))
-            self._chunk = cast(ChunkLoss, torch.compile(chunk_loss, dynamic=False, fullgraph=True))
+            self._forward = cast(Callable[..., Tensor], compiled(model))
+            self._chunk = cast(ChunkLoss, compiled(chunk_loss))
         self.step_terms: LossTerms | None = None  # of the step under way
 
     def terms(self, batch: FeatureBatch) -> LossTerms:
