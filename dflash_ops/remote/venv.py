@@ -161,30 +161,41 @@ def _build(
     wheels: Path | None,
     other: Attending,
 ) -> None:
-    python, uv = str(folder / "bin" / "python"), installer[1:]
-    if uv:
-        _run(other, [*uv, "venv", "--python", sys.executable, str(folder)])
-        install = [*uv, "pip", "install", "--python", python]
-    else:
-        _run(other, [sys.executable, "-m", "venv", str(folder)])
-        install = [python, "-m", "pip", "install"]
-    where = ["--no-index", "--find-links", str(wheels)] if wheels else []
     kept, pinned = lock.kept(pins, has["facts"]), lock.pinned(pins)
+    make, *rest = commands(sys.executable, folder, installer, pinned, pins.torch_index, wheels)
+    _run(other, make)
     (folder / "locked.txt").write_text("".join(f"{package.line}\n" for package in kept))
-    _run(
-        other,
-        [*install, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(folder / "locked.txt"), *where],
-    )
+    (folder / "versions.txt").write_text("".join(f"{package.name}=={package.version}\n" for package in kept))
+    for words in rest:
+        _run(other, words)
+
+
+def commands(
+    base: str,
+    folder: Path,
+    installer: tuple[str, ...],
+    pinned: dict[str, str],
+    torch_index: str | None,
+    wheels: Path | None,
+) -> list[list[str]]:
+    """What makes an environment: the venv, what is locked, what is pinned, and that all of it fits together. base: the
+    Python that it is of; installer: as `_installer` gives it."""
+    python, uv = str(folder / "bin" / "python"), installer[1:]
+    make = [*uv, "venv", "--python", base, str(folder)] if uv else [base, "-m", "venv", str(folder)]
+    install = [*uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    # No source packages: what they build depends on the machine, and their builds fetch what nobody has locked.
+    install += ["--only-binary", ":all:"]
+    where = ["--no-index", "--find-links", str(wheels)] if wheels else []
+    found = [make, [*install, "--require-hashes", "--no-deps", "-r", str(folder / "locked.txt"), *where]]
     if pinned:
         # They replace what is locked, so nobody knows their hashes; what they need must be what is locked.
-        versions = "".join(f"{package.name}=={package.version}\n" for package in kept)
-        (folder / "versions.txt").write_text(versions)
-        index = [] if wheels or not pins.torch_index else ["--extra-index-url", pins.torch_index]
-        index += ["--index-strategy", "unsafe-best-match"] if index and uv else []
+        if torch_index and not wheels:
+            where = ["--extra-index-url", torch_index]
+            where += ["--index-strategy", "unsafe-best-match"] if uv else []
         named = [f"{name}=={version}" for name, version in pinned.items()]
-        _run(other, [*install, *named, "--only-binary", ":all:", "-c", str(folder / "versions.txt"), *where, *index])
-    check = [*uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
-    _run(other, check)
+        found.append([*install, *named, "-c", str(folder / "versions.txt"), *where])
+    found.append([*uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"])
+    return found
 
 
 def _finish(folder: Path, lock: Lock, pins: Pins, release: Path, parameters: dict[str, Any]) -> None:

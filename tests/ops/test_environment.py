@@ -18,7 +18,7 @@ from dflash_ops import wheels
 from dflash_ops.command import Command, Container, Pins
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, PreflightError, VerificationError
 from dflash_ops.progress import Progress
-from dflash_ops.remote import environment, requirements
+from dflash_ops.remote import environment, requirements, venv
 from dflash_ops.remote.answers import Fault
 from dflash_ops.shell import Shell
 from dflash_ops.wheels import Machine
@@ -229,6 +229,28 @@ def test_no_room_is_said_before_anything_is_built(
     with pytest.raises(PreflightError, match=says):
         verbs.sync(shell, base, wheelhouse=house)
     assert [it.id for it in verbs.list_all(shell, base)] == ["old"]
+
+
+def test_what_is_run_where_there_is_an_index() -> None:
+    """Its own index for a pinned torch, beside the usual one; hashes for all that is locked."""
+    pinned, index = {"torch": "2.13.0+cu126"}, "https://there/cu126"
+    by_pip = venv.commands("python3", Path("/e/x"), ("pip",), pinned, index, None)
+    assert [" ".join(words) for words in by_pip] == [
+        "python3 -m venv /e/x",
+        "/e/x/bin/python -m pip install --only-binary :all: --require-hashes --no-deps -r /e/x/locked.txt",
+        "/e/x/bin/python -m pip install --only-binary :all: torch==2.13.0+cu126 -c /e/x/versions.txt "
+        "--extra-index-url https://there/cu126",
+        "/e/x/bin/python -m pip check",
+    ]
+    by_uv = venv.commands("python3", Path("/e/x"), ("uv", "/bin/uv"), pinned, index, None)
+    assert [" ".join(words[:4]) for words in by_uv] == [
+        "/bin/uv venv --python python3", "/bin/uv pip install --python", "/bin/uv pip install --python",
+        "/bin/uv pip check --python",
+    ]  # fmt: skip
+    assert by_uv[2][-4:] == ["--extra-index-url", index, "--index-strategy", "unsafe-best-match"]
+    assert venv.commands("python3", Path("/e/x"), ("pip",), {}, None, None) == [by_pip[0], by_pip[1], by_pip[3]]
+    offline = venv.commands("python3", Path("/e/x"), ("pip",), pinned, index, Path("/w"))
+    assert index not in offline[2] and offline[2][-3:] == ["--no-index", "--find-links", "/w"]
 
 
 # -- check
