@@ -22,10 +22,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from trainer.arguments import at_least_one
 from trainer.fx_faults import FAULTS, Probe, Turns, first_error, in_threads
-from trainer.threads import Fix, make_torch_thread_safe
+from trainer.threads import Fix, make_compiler_thread_safe, make_torch_thread_safe
 
 RUNS = 5
 SECONDS = 300  # for one process; one that hangs has failed
+CALLS = 1000  # of a compiled function, in each of three threads
 WIDTH = 66  # of what went wrong, in the table; --json has it whole
 OLD, NEW = "no longer in this torch", "held"
 
@@ -87,9 +88,33 @@ def block_masks(device: torch.device) -> Probe:
     return lambda: first_error(in_threads(work, work, work))
 
 
+def compiled_forms(device: torch.device) -> Probe:
+    """Three threads call a function that was compiled for all that they call it with."""
+    compiled = torch.compile(_scaled, backend="eager", dynamic=False)
+    sizes = [torch.ones(size, device=device) for size in (3, 4, 5)]
+    for size in sizes:
+        for negative in (True, False):
+            compiled(size, negative)
+
+    def work() -> None:
+        for number in range(CALLS):
+            compiled(sizes[number % 3], bool(number % 2))
+
+    def run() -> str | None:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            return first_error(in_threads(work, work, work))
+
+    return run
+
+
+def _scaled(x: Tensor, negative: bool) -> Tensor:
+    return x * -2 if negative else x * 2
+
+
 SCENARIOS = (
     *(Scenario(fault.name, fault.title, lambda device, probe=fault.probe: probe) for fault in FAULTS),
     Scenario("compiled-call", "a compiled function refuses to run beside a trace", compiled_call),
+    Scenario("compiled-forms", "a compiled function has lost a form that it had", compiled_forms, by_luck=True),
     Scenario("block-masks", "block masks in three threads", block_masks, by_luck=True),
 )
 
@@ -140,6 +165,8 @@ def one(name: str, fix: Fix, device: torch.device, runs: int) -> str | None:
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     run = scenario.prepare(device)
     make_torch_thread_safe(fix)
+    if "torch._dynamo" in sys.modules:
+        make_compiler_thread_safe()
     for number in range(1, runs + 1):
         if (wrong := run()) is not None:
             return f"{wrong} (run {number} of {runs})"

@@ -4,8 +4,10 @@ compiled is compiled once, in one thread, before the others start.
 While one thread traces or compiles, torch.fx tells every thread that it traces (their compiled functions then refuse to
 run), mixes up the metadata of their traces and records their module calls into its own graph; traces that overlap leave
 some of that behind for good. `make_torch_thread_safe` repairs it: fx_faults.py brings each fault about, fx_globals.py
-and fx_patches.py cure it. What no repair of torch.fx can cure is two locks that are taken in opposite order while a
-backward is compiled beside another thread's: that is what warming up and `nothing_compiles` are for.
+and fx_patches.py cure it. And dynamo may lose compiled forms when threads call one function (forms.py).
+
+What no repair can cure is two locks that are taken in opposite order while a backward is compiled beside another
+thread's: that is what warming up (warm.py) and `nothing_compiles` are for.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -22,7 +24,7 @@ import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.fx.traceback as traceback
 import torch.nn.attention.flex_attention  # pyright: ignore[reportUnusedImport]
 
-from trainer import fx_faults
+from trainer import forms, fx_faults
 from trainer.diagnosis import tracing_threads
 from trainer.fx_globals import CannotHold, Undo, all_functions, always, per_thread
 from trainer.fx_patches import patches_per_thread
@@ -104,14 +106,33 @@ def make_torch_thread_safe(fix: Fix = "per-thread") -> ThreadSafety:
     return safety
 
 
+def make_compiler_thread_safe() -> ThreadSafety | None:
+    """The part of make_torch_thread_safe that needs torch's compiler, which takes seconds to load: to be called when
+    something is about to be compiled. What is in force then is completed and returned; None: nothing is in force.
+    """
+    safety = _installed
+    if safety is None or forms.NAME in safety.found or (wrong := forms.forms_move()) is None:
+        return safety
+    safety.found[forms.NAME] = wrong
+    if safety.fix == "per-thread":
+        _attempt(safety, forms.keep_forms_in_place)
+    if (wrong := forms.forms_move()) is not None:
+        safety.left[forms.NAME] = wrong
+    return safety
+
+
+def _attempt(safety: ThreadSafety, repair: Callable[[], Undo]) -> bool:
+    try:
+        safety.undos.append(repair())
+    except CannotHold as error:
+        safety.refused.append(str(error))
+        return False
+    return True
+
+
 def _repair(safety: ThreadSafety) -> None:
     def attempt(repair: Callable[[], Undo]) -> bool:
-        try:
-            safety.undos.append(repair())
-        except CannotHold as error:
-            safety.refused.append(str(error))
-            return False
-        return True
+        return _attempt(safety, repair)
 
     # flex attention, which is imported above, copies a name that becomes each thread's: see fx_globals.py.
     found, functions = set(safety.found), all_functions()

@@ -26,6 +26,7 @@ from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
+from trainer.threads import make_compiler_thread_safe
 
 FORMS = 8  # in which a function is compiled for one device, at most: 2 of the drafter, 4 of the loss, some to spare
 
@@ -109,6 +110,8 @@ def compile_all(
     learners: Sequence[Learner], shape: BatchShape, *, say: Say, check: Callable[[], None] = lambda: None
 ) -> list[Warmed]:
     """warm_up on any device, wherever torch keeps what it compiles."""
+    if (safety := make_compiler_thread_safe()) and safety.left:
+        say(str(safety))
     by_device: dict[torch.device, list[Learner]] = {}
     for learner in learners:
         by_device.setdefault(learner.device, []).append(learner)

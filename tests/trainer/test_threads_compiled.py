@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch_repaired import Two, add_one, as_it_came, raised, undo
 
+from trainer.forms import forms_move
 from trainer.fx_faults import Turns, in_threads
-from trainer.threads import ThreadSafety, make_torch_thread_safe
+from trainer.threads import ThreadSafety, make_compiler_thread_safe, make_torch_thread_safe
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,3 +172,65 @@ def test_a_compilation_records_the_same_with_the_repair(safety: ThreadSafety) ->
     repaired = recorded()
     undo()
     assert repaired == recorded()
+
+
+# Compiled forms of one function.
+
+
+def lost_forms() -> list[Exception]:
+    """What went wrong in three threads that call a function in the six forms that it has; until it first does."""
+    compiled = torch.compile(scaled, backend="eager", dynamic=False)
+    calls = [(torch.ones(size), negative) for size in (3, 4, 5) for negative in (True, False)]
+    for call in calls:
+        compiled(*call)
+    lost = threading.Event()
+
+    def work() -> None:
+        for number in range(1000):
+            if lost.is_set():
+                break
+            try:
+                compiled(*calls[number % 6])
+            except RuntimeError:
+                lost.set()
+                raise
+
+    with torch.compiler.set_stance("fail_on_recompile"):
+        return [error for error in in_threads(work, work, work) if error]
+
+
+def scaled(x: Tensor, negative: bool) -> Tensor:
+    return x * -2 if negative else x * 2
+
+
+def test_a_form_is_lost_without_the_repair_and_none_with_it() -> None:
+    safety = make_torch_thread_safe("off")
+    assert make_compiler_thread_safe() is safety
+    if not lost_forms():
+        pytest.skip(f"torch {torch.__version__} no longer loses forms")
+    assert "forms" in safety.found and "forms" in safety.left
+
+    safety = make_torch_thread_safe()
+    assert make_compiler_thread_safe() is safety
+    assert "forms" in safety.repaired and not safety.left and "forms" in str(safety)
+    torch._dynamo.reset()
+    assert lost_forms() == []
+    assert make_compiler_thread_safe() is safety and forms_move() is None
+    safety.undo()
+    assert forms_move() is not None
+
+
+def test_a_torch_whose_forms_cant_be_kept_in_place_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    if forms_move() is None:
+        pytest.skip(f"in torch {torch.__version__} forms no longer move")
+    import torch._C._dynamo.eval_frame as eval_frame
+
+    monkeypatch.delattr(eval_frame, "_set_lru_cache")
+    make_torch_thread_safe()
+    safety = make_compiler_thread_safe()
+    assert safety is not None and "forms" in safety.left
+    assert "not repaired: forms" in str(safety) and "_set_lru_cache is gone" in str(safety)
+
+
+def test_without_a_repair_there_is_nothing_to_complete() -> None:
+    assert make_compiler_thread_safe() is None
