@@ -110,6 +110,7 @@ def test_a_wrong_value_is_refused_with_its_key(sets: list[str], message: str) ->
             ],
         ),
         (['layout.drafters=["cuda:0-3"]'], []),
+        (['layout.drafters=["cuda:0-2"]', "train.micro_rows=1"], []),  # 3, 3 and 2 forwards
         (
             ['layout.drafters=["cuda:0-2"]', "train.rows_per_step=10"],
             [

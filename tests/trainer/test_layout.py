@@ -202,6 +202,9 @@ def test_too_little_memory_is_refused_part_by_part(tiny_folder: Path, machine: C
     machine(20_000, 200, kept=20_000)  # torch's own, which it would give out again
     assert checked(tiny_folder, *split) == []
     needs = int(told[1].replace(",", ""))
+    machine(20_000, needs - 10)
+    with pytest.raises(TrainingError):
+        checked(tiny_folder, *split)
     machine(20_000, needs + 10)
     (line,) = checked(tiny_folder, *split)
     assert line.startswith(
