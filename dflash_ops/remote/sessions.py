@@ -47,7 +47,7 @@ def listing(path: Path) -> dict[str, Any]:
     sessions: list[dict[str, Any]] = []
     seen: set[int] = set()
     for session in _sessions():
-        members = _members(session, ours)
+        members = _members(session, _spared(path))
         seen |= {process.pid for process in members}
         described = [_described(process, holders, charges) for process in members]
         shown = {key: session[key] for key in ("name", "created_at", "attached")}
@@ -70,7 +70,7 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
     if session is None:
         names = ", ".join(session["name"] for session in every) or "none"
         raise answers.Fault("not_found", f"there is no session {name!r}", f"tmux has: {names}", _SHOW)
-    ours = _of_runs(path)
+    ours = _spared(path)
     # Remembered, since without its session a process is known by its environment alone.
     panes = dict(session)
     known: dict[int, processes.Process] = {}
@@ -188,19 +188,25 @@ def _may_end(process: processes.Process, ours: set[int]) -> bool:
 
 
 def _of_runs(path: Path) -> set[int]:
-    """Every process of a run, its supervisor included, in this folder or in another one."""
+    """Every process of the runs of this folder, supervisors included, and what ended runs left."""
     boot = processes.boot_id()
     found: set[int] = set()
+    ids: set[bytes] = set()
     for folder in rundir.folders(path):
         run = rundir.facts(folder, boot)
-        supervisor = processes.find(run["state"].get("supervisor")) if run["state"].get("boot_id") == boot else None
-        found |= {supervisor.pid} if supervisor else set()
-        if run["exit"] is None or cgroups.pids(run["state"].get("cgroup"), folder.name):
-            found |= {process.pid for process in rundir.members(run)}
-    for process in processes.table():
-        if processes.RUN_ID in processes.environment(process.pid):
-            found.add(process.pid)
-    return found
+        ids.add(os.fsencode(folder.name))
+        if run["state"].get("boot_id") == boot:
+            supervisor = processes.find(run["state"].get("supervisor"))
+            found |= {supervisor.pid} if supervisor else set()
+            if run["exit"] is None or cgroups.pids(run["state"].get("cgroup"), folder.name):
+                found |= {process.pid for process in rundir.members(run)}
+    return found | {it.pid for it in processes.table() if processes.environment(it.pid).get(processes.RUN_ID) in ids}
+
+
+def _spared(path: Path) -> set[int]:
+    """What the end of a session never touches: processes of any run, of whatever folder."""
+    marked = {it.pid for it in processes.table() if processes.RUN_ID in processes.environment(it.pid)}
+    return _of_runs(path) | marked
 
 
 def _ancestors() -> set[int]:

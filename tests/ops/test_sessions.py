@@ -1,0 +1,171 @@
+"""Sessions and GPU processes that were started by hand in the container: seen, and ended as a run is."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import stand_in
+from conftest import Box, Cli, write_inventory
+from stand_in import retry_until
+
+from dflash_ops import deploy, render_runs, source, stops, train
+from dflash_ops.command import Command, Container
+from dflash_ops.errors import NotFoundError, OpsError
+from dflash_ops.runs import RunProcess, StartRequest
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+# Forks a child that stays, and one that leaves session, group and parent; each hears no SIGTERM when told so.
+BY_HAND = """
+import os, signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+for runs_away in (False, True):
+    if os.fork() == 0:
+        if runs_away:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        time.sleep(1000)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def box(sandbox: SandboxState, tmp_path: Path) -> Box:
+    return Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox)
+
+
+@pytest.fixture
+def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
+    """The container with the stand-in trainer, and a script for sessions; at the end its tmux server is gone."""
+    folder = stand_in.make_release(tmp_path / "stand-in")
+    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
+    inside(shell, box.container, "sh", "-c", f'printf %s "$1" > {box.container.path}/by_hand.py', "sh", BY_HAND)
+    yield box.container
+    shell.run(box.container, Command(("tmux", "-L", "default", "kill-server")))
+    for run in train.list_runs(shell, box.container):
+        if run.state.live:
+            train.stop(shell, box.container, run.id, grace=0)
+
+
+def inside(shell: Shell, place: Container, *words: str) -> bytes:
+    return shell.run(place, Command(words), check=True).out
+
+
+def begin(shell: Shell, place: Container, name: str, *words: str, env: str = "") -> None:
+    """A session with a shell, into which the program is typed."""
+    inside(shell, place, "tmux", "-L", "default", "new-session", "-d", "-s", name, "sh")
+    line = f"{env} {place.python} {place.path}/by_hand.py {' '.join(words)}"
+    inside(shell, place, "tmux", "-L", "default", "send-keys", "-t", f"={name}:", line, "Enter")
+    retry_until(
+        lambda: b"ready" in inside(shell, place, "tmux", "-L", "default", "capture-pane", "-p", "-t", f"={name}:")
+    )
+
+
+def by_hand(shell: Shell, place: Container) -> int:
+    """How many processes of the script live."""
+    text = inside(shell, place, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '").decode()
+    return text.count(f"{place.path}/by_hand.py")
+
+
+def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container, cli: Cli, shell: Shell) -> None:
+    begin(shell, place, "hand", "deaf")
+    begin(shell, place, "hand-2")
+    run = train.start(shell, place, StartRequest("a", "", "c.toml", gpus=(1,))).run
+    listed = json.loads(cli("train", "list", "--all", "--json").stdout)
+    assert [it["id"] for it in listed["runs"]] == [run.id]
+    assert {it["name"]: len(it["processes"]) for it in listed["sessions"]} == {"hand": 4, "hand-2": 4}
+    table = cli("train", "list", "--all").stdout.decode()
+    assert "hand-2" in table and "by_hand.py" in table and run.id in table
+    before = by_hand(shell, place)
+    done = cli("train", "stop", "--session", "hand", "--grace", "0.3", "--json")
+    ended = json.loads(done.stdout)
+    assert (done.returncode, ended["session"], ended["survivors"], ended["session_left"]) == (0, "hand", [], False)
+    assert len(ended["ended"]) == 4 and len(ended["killed"]) == 3
+    # Its three processes and no other's; the server, the other session and the run go on.
+    assert by_hand(shell, place) == before - 3
+    after = train.list_all(shell, place)
+    assert [(it.name, len(it.processes)) for it in after.sessions] == [("hand-2", 4)]
+    assert train.status(shell, place, run.id).state.live
+    for name in ("hand", "han"):
+        missing = cli("train", "stop", "--session", name)
+        assert missing.returncode == 8 and b"tmux has: hand-2" in missing.stderr
+    # Its processes hear SIGTERM: nothing has to be killed, and the prompt goes with the session.
+    last = train.stop_session(shell, place, "hand-2", grace=20)
+    assert (last.killed, len(last.ended)) == ((), 4)
+    assert by_hand(shell, place) == 0
+    with pytest.raises(NotFoundError):
+        train.stop_session(shell, place, "hand-2")
+
+
+def test_a_gpu_process_of_no_run_is_shown_and_no_start_takes_its_gpu(
+    place: Container, cli: Cli, shell: Shell, tmp_path: Path
+) -> None:
+    # The sandbox gives a GPU to whoever has a run's id; this one's is of no run of this folder, as from another tool.
+    held = Command(
+        ("setsid", "env", "DFLASH_RUN_ID=x", "CUDA_VISIBLE_DEVICES=1", place.python, f"{place.path}/by_hand.py"),
+    )
+    words = " ".join(held.argv)
+    pid = inside(shell, place, "sh", "-c", f"{words} >/dev/null 2>&1 </dev/null & echo $!").decode().strip()
+    found = retry_until(lambda: train.list_all(shell, place).gpu_processes)
+    assert {it.gpus for it in found} == {(1,)} and sum(it.used_mib or 0 for it in found) == 1542.0
+    (tmp_path / "c.toml").write_text("")
+    refused = cli("train", "start", str(tmp_path / "c.toml"), "--gpus", "1")
+    assert refused.returncode == 7 and b"of no run uses 1542 MiB" in refused.stderr
+    assert b"no run and no session owns" in cli("train", "list", "--all").stdout
+    inside(shell, place, "kill", *{str(it.pid) for it in found} | {pid})
+    retry_until(lambda: not train.list_all(shell, place).gpu_processes)
+
+
+def test_nothing_by_hand(place: Container, cli: Cli) -> None:
+    assert b"no tmux session of the default server" in cli("train", "list", "--all").stdout
+    listed = json.loads(cli("train", "list", "--all", "--json").stdout)
+    assert (listed["schema_version"], listed["sessions"], listed["gpu_processes"]) == (1, [], [])
+    done = cli("train", "stop", "--session", "x")
+    assert done.returncode == 8 and b"tmux has: none" in done.stderr
+    assert cli("train", "stop", "a", "--session", "x").returncode == 2
+
+
+SURVIVOR = RunProcess(7, "D", "nvidia_ioctl", "python train.py")
+
+
+@pytest.mark.parametrize(
+    ("survivors", "gpu", "says"),
+    [
+        ((SURVIVOR,), stops.GpuProof(True, False, "", ()), r"7 \(python train.py\), state D in nvidia_ioctl.*driver"),
+        (
+            (),
+            stops.GpuProof(True, False, "", (stops.HeldGpu(1, 900.4, None, (SURVIVOR,)),)),
+            r"GPU 1: 900 MiB in use, held by 7 \(python train.py\)",
+        ),
+        (
+            (),
+            stops.GpuProof(True, False, "", (stops.HeldGpu(1, None, 5.0, ()),)),
+            "GPU 1: unknown in use, by no process of this container",
+        ),
+        ((), stops.GpuProof(True, False, "no answer in 5 s", ()), "can't be told to be back.*no answer in 5 s"),
+    ],
+)
+def test_what_is_left_is_an_error_that_names_it(
+    survivors: tuple[RunProcess, ...], gpu: stops.GpuProof, says: str
+) -> None:
+    with pytest.raises(OpsError, match=says) as caught:
+        stops._prove("run a", survivors, gpu, "lab / container 200")
+    assert caught.value.exit_code == 1 and caught.value.next
+    stops._prove("run a", (), stops.GpuProof(True, True, "", ()), "lab")
+
+
+def test_the_countdown_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = render_runs.Countdown()
+    quiet("it saves", 5)
+    quiet.close()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(render_runs.sys.stderr, "isatty", lambda: True, raising=False)
+    shown = render_runs.Countdown()
+    shown("it saves\x1b", 5)
+    shown.close()
+    assert capsys.readouterr().err == "\r\x1b[Kit saves\\x1b (5 s)\r\x1b[K"
