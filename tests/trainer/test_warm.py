@@ -22,6 +22,7 @@ from trainer.fx_faults import in_threads
 from trainer.learner import Learner, features_of
 from trainer.loss import Objective, Weighting, chunk_loss
 from trainer.optim import make_optimizer
+from trainer.threads import make_torch_thread_safe
 from trainer.warm import BatchShape, Warmed, compile_all, warm_up
 
 CPU = torch.device("cpu")
@@ -34,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
+    safety = make_torch_thread_safe()
     yield
+    safety.undo()
     torch._dynamo.reset()
 
 
