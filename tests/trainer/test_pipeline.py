@@ -6,6 +6,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
@@ -347,30 +348,39 @@ class Injected(Exception):
     pass
 
 
-PLACE = st.integers(0, 3)  # 0 is the source
-ITEM = st.integers(0, 30)
+@dataclass(frozen=True)
+class Course:
+    """What becomes of a pipeline: `failures` are (place, item), where 0 is the source and n the nth stage."""
+
+    items: int
+    depth: int
+    most_bytes: int | None
+    counts: list[int]
+    failures: list[tuple[int, int]]
+    stop_after: int | None
+    seed: int
 
 
-@given(
-    items=ITEM,
-    depth=st.integers(1, 4),
-    most_bytes=st.none() | st.integers(0, 12),
-    counts=st.lists(st.integers(1, 4), max_size=3),
-    failures=st.lists(st.tuples(PLACE, ITEM), max_size=2),
-    stop_after=st.none() | ITEM,
-    seed=st.integers(0, 2**32),
-)
-def test_whatever_happens(
-    items: int,
-    depth: int,
-    most_bytes: int | None,
-    counts: list[int],
-    failures: list[tuple[int, int]],
-    stop_after: int | None,
-    seed: int,
-) -> None:
+@st.composite
+def courses(draw: st.DrawFn) -> Course:
+    items = draw(st.integers(0, 30))
+    counts = draw(st.lists(st.integers(1, 4), max_size=3))
+    failure = st.tuples(st.integers(0, len(counts)), st.integers(0, max(0, items - 1)))
+    return Course(
+        items,
+        draw(st.integers(1, 4)),
+        draw(st.none() | st.integers(0, 12)),
+        counts,
+        draw(st.lists(failure, max_size=2 if items else 0)),
+        draw(st.none() | st.integers(0, items)),
+        draw(st.integers(0, 2**32)),
+    )
+
+
+@given(courses())
+def test_whatever_happens(course: Course) -> None:
     """Order is kept, nothing is lost or made twice, the first error is raised, no thread is left."""
-    rng = random.Random(seed)
+    rng = random.Random(course.seed)
     # Where the threads lose time: enough for items to overtake each other.
     delays = [[rng.choice((0.0, 0.0, 0.0, 0.0005)) for _ in range(31)] for _ in range(4)]
     sizes = [rng.randrange(7) for _ in range(31)]
@@ -383,7 +393,7 @@ def test_whatever_happens(
             waiting_bytes.extend(channel._bytes for channel in pipeline._channels)
             if delays[place][number]:
                 time.sleep(delays[place][number])
-            if (place, number) in failures:
+            if (place, number) in course.failures:
                 raise Injected(place, number)
             return (*item, place)
 
@@ -391,35 +401,34 @@ def test_whatever_happens(
 
     def source() -> Iterator[tuple[int, ...]]:
         make = at(0)
-        for number in range(items):
+        for number in range(course.items):
             yield make((number,))
 
-    stages = [Stage(f"stage{place}", [at(place)] * n) for place, n in enumerate(counts, start=1)]
-    reached = [f for f in failures if f[1] < items and f[0] <= len(counts)]
+    stages = [Stage(f"stage{place}", [at(place)] * n) for place, n in enumerate(course.counts, start=1)]
     pipeline = Pipeline[tuple[int, ...]](
         source(),
         stages,
-        depth=depth,
-        most_bytes=most_bytes,
+        depth=course.depth,
+        most_bytes=course.most_bytes,
         size=lambda item: sizes[item[0]],
         failed=failed.append,
     )
     results, error = list[tuple[int, ...]](), None
     try:
         with pipeline:
-            for result in islice(pipeline, stop_after):
+            for result in islice(pipeline, course.stop_after):
                 results.append(result)
     except Injected as raised:
         error = raised
     assert not workers() and pipeline.left_behind == []
-    assert results == [(number, *range(len(counts) + 1)) for number in range(len(results))]
-    assert max(waiting) <= depth + 1
-    assert most_bytes is None or max(waiting_bytes) <= most_bytes + max(sizes)
+    assert results == [(number, *range(len(course.counts) + 1)) for number in range(len(results))]
+    assert max(waiting) <= course.depth + 1
+    assert course.most_bytes is None or max(waiting_bytes) <= course.most_bytes + max(sizes)
     if error is not None:
-        assert failed == [error] and error.args in reached
+        assert failed == [error] and error.args in course.failures
         assert "raised in the worker" in error.__notes__[0]
         assert len(results) <= error.args[1]
-    elif stop_after is None:
-        assert not reached and len(results) == items
+    elif course.stop_after is None:
+        assert not course.failures and len(results) == course.items
     else:
-        assert len(results) == min(items, stop_after)
+        assert len(results) == course.stop_after
