@@ -76,8 +76,15 @@ def run(
     raise typer.Exit(code)
 
 
-# There `python -m trainer` is the deployed one. Before the first deploy there is no such folder, and that is no error.
-_IN_CURRENT_RELEASE = ("sh", "-c", 'cd "$1" 2>/dev/null; shift; exec "$@"', "exec")
+# There `python -m trainer` is the deployed one, by the Python of the current environment, when one was made. Before the
+# first deploy there is no such folder, and that is no error.
+_IN_CURRENT_RELEASE = (
+    "sh",
+    "-c",
+    'env="${1%/*}/env/current"; [ -x "$env/bin/python" ] && PATH="$(readlink -f "$env")/bin:$PATH"; '
+    'cd "$1" 2>/dev/null; shift; exec "$@"',
+    "exec",
+)
 
 
 def _writer(descriptor: int) -> Callable[[bytes], None]:

@@ -18,7 +18,7 @@ from dflash_ops import wheels
 from dflash_ops.command import Command, Container, Pins
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, PreflightError, VerificationError
 from dflash_ops.progress import Progress
-from dflash_ops.remote import environment, requirements, venv
+from dflash_ops.remote import environment, requirements, rundir, venv
 from dflash_ops.remote.answers import Fault
 from dflash_ops.shell import Shell
 from dflash_ops.wheels import Machine
@@ -124,6 +124,12 @@ def test_environments_come_and_go(shell: Shell, either: Container, house: Path) 
         (newer.environment, False, True),
     ]
     assert all(it.size and it.size > 1000 and it.made_at and it.python for it in listed)
+    # What was harmed meanwhile is made anew.
+    harm = ("sh", "-c", 'rm -r "$1"/lib/python3*/site-packages/two-2.0.dist-info', "sh", f"{either.path}/env/current")
+    shell.run(either, Command(harm), check=True)
+    assert not verbs.check(shell, either, release).ok
+    mended = verbs.sync(shell, either, release, wheelhouse=house)
+    assert mended.made and mended.environment == made.environment and verbs.check(shell, either, release).ok
     left = shell.run(either, Command(("ls", "-A", f"{either.path}/env")), check=True).out.split()
     assert sorted(left) == sorted(os.fsencode(name) for name in ("current", made.environment, newer.environment))
 
@@ -145,14 +151,17 @@ def test_another_build_of_torch_brings_what_nobody_has_locked(shell: Shell, eith
     assert [(it.whole, it.current) for it in verbs.list_all(shell, container)] == [(True, True), (False, False)]
 
 
-def test_by_pip(shell: Shell, base: Container, house: Path) -> None:
+def test_by_pip(shell: Shell, base: Container, house: Path, cli: Cli) -> None:
     release_with(shell, base, make_wheel(house, "one", "1.0"))
     made = verbs.sync(shell, base, wheelhouse=house)
     assert (made.installer, installed(shell, base)) == ("pip", "1.0")
+    # `exec` runs its Python, by its real path.
+    where = cli("exec", "--", "python", "-c", "import one, sys; print(sys.prefix)")
+    assert where.stdout.decode() == f"{base.path}/env/{made.environment}\n"
 
 
 def test_a_cut_build_is_begun_anew(shell: Shell, either: Container, house: Path) -> None:
-    """At its first word, as by Ctrl-C; nothing is current until it is whole, and nothing of it runs on."""
+    """At its first word, as by Ctrl-C; nothing is current until it is whole."""
 
     class Cut(Progress):
         def step(self, text: str) -> None:
@@ -409,6 +418,21 @@ def test_the_trainers_python(tmp_path: Path) -> None:
         environment.python_of(tmp_path, "python3")
     (tmp_path / "env" / "abc" / "env.json").write_text("{}")
     assert environment.python_of(tmp_path, "python3") == str(python)
+
+
+def test_who_uses_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Living runs, by the Python that they were started with; a damaged one is not made anew under them."""
+    commands = {"a": f"{tmp_path}/env/abc/bin/python", "b": f"{tmp_path}/env/abcd/bin/python", "c": "python3"}
+    runs = [{"run_id": name, "run": {"command": [python, "-m", "trainer"]}} for name, python in commands.items()]
+    monkeypatch.setattr(rundir, "live_runs", lambda path: [*runs, {"run_id": "d", "run": {}}])
+    assert environment.users(tmp_path, "abc") == ["a"] and environment.users(tmp_path, "ab") == []
+    release = tmp_path / "releases" / f"{RELEASE}0"
+    (release / "trainer").mkdir(parents=True)
+    (release / "trainer" / "requirements.lock").write_text("one==1\n")
+    monkeypatch.setattr(environment, "environment_id", lambda *words: "abc")
+    asked = {"release": release.name, "pins": requirements.Pins()._asdict(), "patience": 0, "client": "me"}
+    with pytest.raises(Fault, match="environment abc is damaged, and in use"):
+        venv.sync(tmp_path, asked)
 
 
 def test_a_start_is_refused_with_both_columns(tmp_path: Path) -> None:
