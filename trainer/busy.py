@@ -118,7 +118,7 @@ class DeviceClock:
 
     A worker whose stream waits for another's event starts its piece behind that wait, which so counts as waiting.
     Nothing here waits for the device: what is read is what it has got through by then. A piece without an end (it
-    failed) counts as nothing. The marks of one clock come from one thread at a time; any thread may read.
+    failed) counts as nothing. Starts and ends of one clock come from one thread at a time; any thread may read.
     """
 
     def __init__(self, device: torch.device, mark: Callable[[], Mark] | None = None) -> None:
@@ -131,15 +131,18 @@ class DeviceClock:
         self._afresh = True
 
     def start(self) -> None:
-        self._add("first" if self._afresh else "start")
-        self._afresh = False
+        with self._lock:
+            self._add("first" if self._afresh else "start")
+            self._afresh = False
 
     def end(self) -> None:
-        self._add("end")
+        with self._lock:
+            self._add("end")
 
     def skip(self) -> None:
-        """What comes until the next start (measuring, saving) is no waiting."""
-        self._afresh = True
+        """What comes until the next start (measuring, saving) is no waiting. From any thread."""
+        with self._lock:
+            self._afresh = True
 
     def read(self) -> Busy:
         """Seconds until the last mark that the device has reached; all waiting as waiting_in (see split_like)."""
@@ -148,9 +151,8 @@ class DeviceClock:
             return Busy(self._working, self._waiting)
 
     def _add(self, kind: Kind) -> None:
-        with self._lock:
-            self._coming.append((kind, self._mark()))
-            self._look()  # also here: nobody may ever read, and marks must not pile up
+        self._coming.append((kind, self._mark()))
+        self._look()  # also here: nobody may ever read, and marks must not pile up
 
     def _look(self) -> None:
         while self._coming and self._coming[0][1].query():
