@@ -13,8 +13,9 @@
     [containers.trainer]
     host = "lab"
     vmid = 200
-    path = "/opt/dflash"               # its folder: releases, runs, shared
-    python = "/opt/venv/bin/python"    # what runs the trainer; "sandbox": the sandbox's own
+    path = "/opt/dflash"               # its folder: releases, runs, shared, env
+    python = "/opt/venv/bin/python"    # what `env sync` makes the trainer's environment of, and what runs the trainer
+                                       # where none was made; "sandbox": the sandbox's own
     gpus = [0, 1]                      # the host's indices of its GPUs, as the container sees them in turn
     via = "lxc-attach"                 # or "pct"
     env_check = true                   # whether `train start` compares its packages with the release's lock
