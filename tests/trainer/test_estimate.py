@@ -328,6 +328,13 @@ def test_gradients_of_all_drafters_are_added_up_somewhere(qwen3_4b: Path) -> Non
     assert nccl[0] == pytest.approx(2 * 4 * 537_427_200 / MIB)  # gradients, and all of them side by side
 
 
+@pytest.mark.parametrize(("drafters", "kept"), [("cuda:1", True), ("cuda:1-2", False)])
+def test_gradients_are_kept_between_a_drafter_s_forwards(drafters: str, kept: bool, qwen3_4b: Path) -> None:
+    """Eight rows in forwards of four: two of one drafter, or one of each of two."""
+    parts = memory_of(layout_config(qwen3_4b, ["cuda:0"], [drafters], "train.micro_rows=4"))["cuda:1"]
+    assert ("gradients of the forwards before" in parts) == kept
+
+
 @pytest.mark.parametrize(("sets", "held"), [([], 4), (["layout.depth=5"], 7), (["layout.queue_mib=150"], 3)])
 def test_as_many_batches_are_held_as_may_wait(sets: list[str], held: int, qwen3_4b: Path) -> None:
     """One of 103 MiB always may."""
