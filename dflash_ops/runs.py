@@ -312,6 +312,12 @@ def start_command(container: Container, request: StartRequest, run_id: str) -> C
         "stall_minutes": request.stall_minutes,
         "notify": request.notify,
         "share_gpus": request.share_gpus,
+        # As environment.wanted, which is above this file.
+        "environment": {
+            "pins": asdict(container.pins),
+            "check": container.env_check,
+            "gpus": bool(container.gpus),
+        },
     }
     return bundle.command(
         container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus or ())

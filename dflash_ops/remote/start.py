@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, cgroups, preflight, processes, releases, rundir
+from dflash_ops.remote import answers, cgroups, environment, preflight, processes, releases, rundir
 
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
@@ -61,8 +61,11 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         release = _release(path, parameters["release"])
         draft = folder.with_name(f".{folder.name}.tmp")
         resumed = _resumed(path, parameters["resume"])
+        python = environment.python_of(path, parameters["python"])
+        if parameters.get("environment"):
+            environment.refuse_mismatch(path, release, python, parameters["environment"])
         try:
-            _prepare(draft, folder, release, resumed, parameters)
+            _prepare(draft, folder, release, python, resumed, parameters)
             freed = _free_stale(path, parameters["name"])
             notes = preflight.check(path, parameters, resumed)
             os.rename(draft, folder)
@@ -151,8 +154,11 @@ def _release(path: Path, wanted: str | None) -> Path:
     return folder
 
 
-def _prepare(draft: Path, folder: Path, release: Path, resumed: Path | None, parameters: dict[str, Any]) -> None:
-    """Makes the run's folder under a name that nobody looks at, and has the release check its config."""
+def _prepare(
+    draft: Path, folder: Path, release: Path, python: str, resumed: Path | None, parameters: dict[str, Any]
+) -> None:
+    """Makes the run's folder under a name that nobody looks at, and has the release check its config. python: the
+    trainer's; `python` of the parameters is what runs the supervisor."""
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
@@ -162,8 +168,8 @@ def _prepare(draft: Path, folder: Path, release: Path, resumed: Path | None, par
         if parameters.get("notify"):
             urls = "".join(f"{url}\n" for url in parameters["notify"])
             rundir.write_file(draft / "notify", urls.encode("utf-8", "surrogateescape"), mode=0o600)
-        _check_config(draft / "config.toml", release, parameters)
-        command = [parameters["python"], "-m", "trainer", "train", str(folder / "config.toml"), str(folder)]
+        _check_config(draft / "config.toml", release, python, parameters)
+        command = [python, "-m", "trainer", "train", str(folder / "config.toml"), str(folder)]
         if parameters["init_from"]:
             if not Path(parameters["init_from"]).is_dir():
                 raise answers.Fault(
@@ -213,8 +219,8 @@ def _git_state(release: Path) -> dict[str, Any]:
     return {name: manifest[name] for name in ("commit", "dirty", "branch") if name in manifest}
 
 
-def _check_config(config: Path, release: Path, parameters: dict[str, Any]) -> None:
-    words = [parameters["python"], "-m", "trainer", "check", str(config)]
+def _check_config(config: Path, release: Path, python: str, parameters: dict[str, Any]) -> None:
+    words = [python, "-m", "trainer", "check", str(config)]
     for setting in parameters["set"]:
         words += ["--set", setting]
     try:
@@ -276,9 +282,9 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
         everything = processes.table()  # before the groups are asked: see processes.of_run
         grouped = {pid: run_id for run_id, group in dead.items() for pid in cgroups.pids(group, run_id)}
         for process in everything:
-            environment = processes.environment(process.pid)
-            run_id = os.fsdecode(environment.get(processes.RUN_ID, b""))
-            ours = run_id in dead and environment.get(processes.RUN_DIR) == os.fsencode(path / "runs" / run_id)
+            its = processes.environment(process.pid)
+            run_id = os.fsdecode(its.get(processes.RUN_ID, b""))
+            ours = run_id in dead and its.get(processes.RUN_DIR) == os.fsencode(path / "runs" / run_id)
             if not ours and process.pid in grouped:
                 ours, run_id = True, grouped[process.pid]
             if process.ended or not ours:

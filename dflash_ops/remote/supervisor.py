@@ -195,7 +195,9 @@ class _Supervisor:
             self._log.note("a new step: the run goes on")
             self._tell(state="running")
             return
-        self._log.note(f"no new step in {dog.quiet_seconds / 60:.1f} minutes; {watch.stacks(child, sys.executable)}")
+        self._log.note(
+            f"no new step in {dog.quiet_seconds / 60:.1f} minutes; {watch.stacks(child, self._run['command'][0])}"
+        )
         dog.forgive(self._log.end)
         self._tell(state="stalled")
         notify.tell(self._folder, sys.executable, "stalled")
