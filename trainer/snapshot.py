@@ -47,12 +47,11 @@ class Trained:
     def moments(self) -> dict[str, Tensor]:
         """AdamW's, by the names of their weights, each where it is; nothing before the first step."""
         found: dict[str, Tensor] = {}
-        for model, optimizer, keeps in zip(self.models, self.optimizers, self.keeps, strict=True):
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
             names = parameter_names(model)
             for index, held in optimizer.state_dict()["state"].items():
-                if names[index] in keeps:
-                    for key in MOMENTS:
-                        found.setdefault(f"{names[index]}.{key}", held[key])
+                for key in MOMENTS:
+                    found.setdefault(f"{names[index]}.{key}", held[key])
         return found
 
     def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Replicas: one step of them all is one of a single learner; errors, checkpoints and the proof that they are equal."""
 
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -171,6 +172,10 @@ def test_padding_and_replicas_without_a_batch_add_nothing(exact_target: TargetMo
             replicas.learn(batch_of(exact_target, alone, rows, order[0]))
             replicas.learn(batch_of(exact_target, alone, [PADDING], order[1]))  # and one has nothing at all
             assert alone.update(1e-2).read()[:4] == pytest.approx(replicas.update(1e-2).read()[:4], abs=1e-12)
+        for owner in range(3):  # only one has anything
+            alone.learn(batch_of(exact_target, alone, ROWS[:2]))
+            replicas.learn(batch_of(exact_target, alone, ROWS[:2], owner))
+            assert alone.update(1e-2).read()[:4] == pytest.approx(replicas.update(1e-2).read()[:4], abs=1e-12)
         replicas.learn(batch_of(exact_target, alone, [PADDING]))
         before = bits(replicas.state)
         read = replicas.update(1e-2).read()
@@ -281,14 +286,15 @@ def test_an_error_may_be_replaced_by_one_that_tells_more(target: TargetModel, mo
 
 
 def test_what_fails_because_all_is_stopping_is_not_told(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    learners, go, first = learners_of(target, 2), threading.Event(), threading.Event()
+    learners, began, go = learners_of(target, 2), threading.Event(), threading.Event()
     told: list[BaseException] = []
 
     def fails_first(batch: FeatureBatch) -> None:
-        first.set()
+        assert began.wait(60)
         raise Failure("the first")
 
     def fails_later(batch: FeatureBatch) -> None:
+        began.set()
         assert go.wait(60)
         raise Failure("a later one")
 
@@ -318,6 +324,14 @@ def test_a_replica_has_one_batch_in_hand_and_one_waiting_and_leaving_early_drops
 
     monkeypatch.setattr(Learner, "learn", held)
     batches = [batch_of(target, learners[0], ROWS[:1], n) for n in (0, 0, 0, 1)]
+
+    def let_go() -> None:
+        """When the block is being left."""
+        end = time.monotonic() + 60
+        while not replicas._closed and time.monotonic() < end:
+            time.sleep(0.001)
+        go.set()
+
     with Replicas(learners) as replicas:
         assert sorted(workers_left()) == ["drafter-0", "drafter-1"]
         replicas.learn(batches[0])
@@ -336,11 +350,15 @@ def test_a_replica_has_one_batch_in_hand_and_one_waiting_and_leaving_early_drops
         assert learned == batches[:3]
         go.clear()
         replicas.learn(batches[3])
+        for _ in range(3):
+            assert began.acquire(timeout=60)
         replicas.learn(batches[3])
-        go.set()
-    assert (
-        workers_left() == [] and replicas.left_behind == [] and replicas.doing()["drafter-1 (cpu)"][:9] == "has ended"
-    )
+        leaving = threading.Thread(target=let_go)
+        leaving.start()
+    leaving.join(60)
+    assert learned == batches
+    assert workers_left() == [] and replicas.left_behind == []
+    assert replicas.doing()["drafter-1 (cpu)"].startswith("has ended")
     with pytest.raises(AssertionError, match="inside the with block"):
         replicas.update(1e-2)
 
@@ -483,6 +501,8 @@ def test_a_checkpoint_of_any_replicas_is_the_same_and_any_go_on_from_it(
                 learn(replicas, target, rows, count)
             replicas.check()
             ended = bits(replicas.state)
+        kept = sum(len(learner.optimizer.state) for learner in learners)
+        assert kept == len(list(learners[0].model.parameters())) * (1 if optimizer == "sharded" else count)
         if saved == count:
             assert_same_bits(ended, whole[count])
         for name, tensor in whole[saved].items():  # else the gradients are added up in another order
