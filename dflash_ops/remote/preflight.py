@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote import gpuproof, notify, processes, rundir
-from dflash_ops.remote.answers import Fault
+from dflash_ops.remote.answers import Fault, beat
 
 ROOM_BYTES = 1 << 30
 SHM_BYTES = 64 << 20  # for each GPU: NCCL and torch's workers exchange data there
 _SHM = Path("/dev/shm")
 # A card that somebody else uses: more than a desktop or a persistence daemon takes.
 _TAKEN_SHARE = 0.1
+_FREE_SECONDS = 3.0
 
 
 def check(path: Path, parameters: dict[str, Any], resumed: Path | None) -> list[str]:
@@ -55,46 +56,47 @@ def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
             f"nvidia-smi in the container shows {has}",
             "correct --gpus, `gpus` in the inventory, or what the host passes in (dev0: /dev/nvidia0 ...)",
         )
-    ours = _pids_of_runs(path)
+    found: list[Fault] = []
+
+    def free() -> bool:
+        found[:] = _taken(path, wanted, gpuproof.look())
+        return not found
+
+    # What has just been ended may still be on the driver's books.
+    if not processes.wait_until(free, _FREE_SECONDS, 0.3, lambda left: beat("waiting for the GPU's memory", left)):
+        raise found[0]
+    return []
+
+
+def _taken(path: Path, wanted: list[int] | None, picture: gpuproof.Picture) -> list[Fault]:
+    """Who uses the wanted cards, other than runs that live: for those there are locks."""
+    ours = _pids_of_live_runs(path)
     for card in picture.cards:
         if wanted is not None and card.index not in wanted:
             continue
-        charges = [(pid, mib) for uuid, pid, mib in picture.charges if uuid == card.uuid and pid not in ours]
-        for pid, mib in charges:
+        for uuid, pid, mib in picture.charges:
+            if uuid != card.uuid or pid in ours:
+                continue
             command = processes.command(pid)[:80] or "which is gone; a child of it keeps the memory"
-            raise Fault(
-                "busy",
-                f"GPU {card.index} is taken",
-                f"process {pid} ({command}) of no run uses {mib or 0:.0f} MiB",
-                "dflash-ops train list --all; or --share-gpus",
-            )
+            why = f"process {pid} ({command}) of no run uses {mib or 0:.0f} MiB"
+            advice = "dflash-ops train list --all; or --share-gpus"
+            return [Fault("busy", f"GPU {card.index} is taken", why, advice)]
         own = sum(mib or 0.0 for uuid, _, mib in picture.charges if uuid == card.uuid)
         if wanted is not None and card.used is not None and card.total:
             others = card.used - own
             if others > _TAKEN_SHARE * card.total:
-                raise Fault(
-                    "busy",
-                    f"GPU {card.index} is taken",
-                    f"{others:.0f} of its {card.total:.0f} MiB are in use, by nobody in this container",
-                    "dflash-ops gpu-status; or --share-gpus",
-                )
+                why = f"{others:.0f} of its {card.total:.0f} MiB are in use, by nobody in this container"
+                return [Fault("busy", f"GPU {card.index} is taken", why, "dflash-ops gpu-status; or --share-gpus")]
     return []
 
 
-def _pids_of_runs(path: Path) -> set[int]:
-    """Processes of the runs of this folder, living or dead: who uses a GPU for a run that lives is told by its lock."""
-    boot = processes.boot_id()
+def _pids_of_live_runs(path: Path) -> set[int]:
     found: set[int] = set()
-    for folder in rundir.folders(path):
-        run = rundir.facts(folder, boot)
-        if run["state"].get("boot_id") == boot:
-            child = run["state"].get("child")
-            if child is not None:
-                owner = processes.read(child["pid"])
-                if owner is None or owner.start == child["start"]:
-                    found.add(child["pid"])
-            if run["exit"] is None:
-                found |= {process.pid for process in rundir.members(run)}
+    for run in rundir.live_runs(path):
+        found |= {process.pid for process in rundir.members(run)}
+        child = run["state"].get("child")
+        if child is not None and processes.read(child["pid"]) is None:
+            found.add(child["pid"])  # it has just died, and its run is being cleared up
     return found
 
 

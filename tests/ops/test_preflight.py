@@ -31,6 +31,11 @@ def refused(path: Path, resumed: Path | None = None, **more: Any) -> answers.Fau
     return caught.value
 
 
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_FREE_SECONDS", 0.0)
+
+
 def cards(monkeypatch: pytest.MonkeyPatch, *used: float, charges: tuple[tuple[str, int, float], ...] = ()) -> None:
     every = tuple(Card(index, f"GPU-{index}", "x", mib, 24576.0) for index, mib in enumerate(used))
     monkeypatch.setattr(gpuproof, "look", lambda: Picture(every, charges))
@@ -54,6 +59,12 @@ def test_gpus_must_be_there_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # A dead one, whose child keeps the memory.
     cards(monkeypatch, 1009.0, charges=(("GPU-0", 2**22 + 5, 1000.0),))
     assert "gone" in refused(tmp_path, gpus=[0]).parts["why"]
+    # What was freed a moment ago is waited for.
+    monkeypatch.setattr(preflight, "_FREE_SECONDS", 5.0)
+    pictures = [Picture((Card(0, "GPU-0", "x", mib, 24576.0),), ()) for mib in (0.0, 9000.0, 9000.0)]
+    monkeypatch.setattr(gpuproof, "look", pictures.pop)
+    assert check(gpus=[0]) == [] and not pictures
+    monkeypatch.setattr(preflight, "_FREE_SECONDS", 0.0)
     # Somebody out of sight.
     cards(monkeypatch, 20000.0)
     fault = refused(tmp_path, gpus=[0])

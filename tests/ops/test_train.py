@@ -20,9 +20,10 @@ from conftest import Box, Cli, write_inventory
 from proxy import Proxy
 from stand_in import retry_until
 
-from dflash_ops import deploy, gpus, runs, source, status, train
+from dflash_ops import deploy, gpus, runs, source, status, stops, train
 from dflash_ops.command import Command, Container
-from dflash_ops.errors import BusyError, NotFoundError
+from dflash_ops.errors import BusyError, NotFoundError, OpsError, TimedOutError
+from dflash_ops.remote import bundle
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
@@ -345,6 +346,98 @@ def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell) -> No
     assert (cli("train", "logs", "-f", "long").returncode, cli("train", "wait", "long").returncode) == (103, 103)
     with pytest.raises(NotFoundError):
         train.stop(shell, place, "good")
+
+
+def test_restart_goes_on_with_all_that_the_run_had(place: Container, cli: Cli, tmp_path: Path, shell: Shell) -> None:
+    (tmp_path / "c.toml").write_text("steps = 100000\nenvironment = yes")
+    (tmp_path / "secrets.env").write_text("TOKEN=hushhush\n")
+    words = ("--set", "a=1", "--env-file", str(tmp_path / "secrets.env"), "--gpus", "1", "--stall-minutes", "9")
+    assert cli("train", "start", str(tmp_path / "c.toml"), "--name", "r", *words).returncode == 0
+    first = train.newest(shell, place)
+    retry_until(lambda: b"step 3" in log_of(shell, place, first.id))
+    done = cli("train", "restart", "r", "--set", "b=2", "--json")
+    assert done.returncode == 0, done.stderr
+    second = json.loads(done.stdout)["run"]
+    assert (second["name"], second["resumes"], second["gpus"], second["state"]) == ("r", first.id, [1], "running")
+    assert train.status(shell, place, first.id).state is RunState.STOPPED
+    folder = f"{place.path}/runs/{second['id']}"
+    record = json.loads(inside(shell, place, "cat", f"{folder}/run.json"))
+    assert (record["settings"], record["env_names"], record["stall_minutes"]) == (["a=1", "b=2"], ["TOKEN"], 9)
+    assert b"resumed at step" in retry_until(lambda: log_of(shell, place, second["id"]))
+    assert b"TOKEN=hushhush" in retry_until(lambda: inside(shell, place, "cat", f"{folder}/environment"))
+    # Of a run that has ended nothing is stopped; what is left of its config may be changed.
+    train.stop(shell, place)
+    assert cli("train", "restart", "--gpus", "none", "--restart", "1").returncode == 0
+    last = train.newest(shell, place)
+    assert (last.resumes, last.gpus, last.gpus_known) == (second["id"], (), True)
+
+
+def test_start_and_wait_end_with_the_runs_own_code(place: Container, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("steps = 2\ncode = 42")
+    waited = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--json")
+    ended = json.loads(waited.stdout)
+    assert (waited.returncode, ended["run"]["state"], ended["run"]["code"]) == (42, "failed", 42)
+    both = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--follow")
+    assert both.returncode == 42 and b"step 2" in both.stdout
+    lines = [json.loads(line) for line in cli("train", "logs", "--json").stdout.splitlines()]
+    assert [it["line"] for it in lines[:-1]] == ["step 1 ", "step 2 "]
+    assert {it["schema_version"] for it in lines} == {1} and lines[-1]["run"]["exit_code"] == 100
+
+
+def test_a_broken_link_does_not_hide_what_a_stop_did(place: Container, shell: Shell, tmp_path: Path) -> None:
+    run = begin(shell, place, config="sigterm = ignored")
+    with Proxy(place.host, tmp_path) as proxy, Shell() as other, ThreadPoolExecutor(1) as pool:
+        heard: list[tuple[str, int]] = []
+        far = proxy.before(place)
+
+        def hear(doing: str, left: int) -> None:
+            heard.append((doing, left))
+
+        stopping = pool.submit(train.stop, other, far, run.id, grace=3, on_wait=hear)
+        retry_until(lambda: heard)
+        proxy.cut()
+        stopped = stopping.result(60)
+    assert (stopped.run.state, stopped.survivors, stopped.gpu.back) == (RunState.STOPPED, (), True)
+    assert run.id in heard[0][0] and 0 < heard[0][1] <= 3
+
+
+def test_silence_is_given_up(place: Container, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "CALL_SECONDS", 0.5)
+    script = f"{place.path}/silent"
+    inside(shell, place, "sh", "-c", f"printf '#!/bin/sh\nexec sleep 5\n' > {script}; chmod +x {script}")
+    silent = replace(place, python=script)
+    for ask in (
+        lambda: train.status(shell, silent, "a"),
+        lambda: train.list_runs(shell, silent),
+        lambda: train.list_all(shell, silent),
+        lambda: train.stop(shell, silent, "a"),
+        lambda: train.stop_session(shell, silent, "a"),
+        lambda: train.start(shell, silent, StartRequest("a", "", "c.toml", gpus=())),
+    ):
+        with pytest.raises(TimedOutError) as caught:
+            ask()
+        assert caught.value.exit_code == 124
+
+
+def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, cli: Cli, shell: Shell) -> None:
+    """Trainer and supervisor are killed; who holds the GPU has nothing that tells of the run, not even a group."""
+    run = begin(shell, place, config="sigterm = ignored\npause = 100\nstranger = yes", gpus=(0,))
+    stranger = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/stranger.pid").decode().strip()
+    state = json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/state.json"))
+    if state["cgroup"]:
+        inside(shell, place, "sh", "-c", f"echo {stranger} > {Path(state['cgroup']).parent}/cgroup.procs")
+    kill(shell, place, run.id, "supervisor")
+    kill(shell, place, run.id, "child")
+    retry_until(lambda: not train.status(shell, place, run.id).processes)
+    parameters = {"path": place.path, "run": run.id, "grace": 0, "memory_seconds": 0.3}
+    with pytest.raises(
+        OpsError, match=rf"GPU memory is not back.*GPU 0: 1551 MiB in use, held by {stranger} \(sleep 1000"
+    ):
+        stops.stopped(shell.run(place, bundle.command(place.python, "stop", parameters)))
+    refused = cli("train", "start", "/dev/null", "--gpus", "0")
+    assert refused.returncode == 7 and b"of no run uses 1542 MiB" in refused.stderr
+    inside(shell, place, "kill", "-9", stranger)
+    retry_until(lambda: cli("train", "stop", run.id).returncode == 8)
 
 
 def test_ctrl_c_leaves_the_log_and_the_run_goes_on(place: Container, cli: Cli, shell: Shell) -> None:
