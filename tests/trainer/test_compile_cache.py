@@ -96,7 +96,7 @@ def test_the_key_names_torch_cuda_gpus_and_the_compiled_code(monkeypatch: pytest
 
 def test_the_key_knows_every_file_that_calls_the_compiler() -> None:
     calls = {path.stem for path in (ROOT / "trainer").glob("*.py") if "torch.compile(" in path.read_text()}
-    assert calls - {"selftest"} <= set(COMPILED)
+    assert calls - {"selftest", "forms"} <= set(COMPILED)  # these two compile for themselves
 
 
 def other(name: str) -> Path:
