@@ -80,6 +80,17 @@ def test_what_a_layer_needs_is_brought_to_its_device(family: str, monkeypatch: p
     assert target.embedding(where[0]).device == CPU
 
 
+def test_what_stands_on_the_first_device_is_brought_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last norm of an OPT is named before its layers. From a GPU a tensor comes back; from "meta" none can."""
+    monkeypatch.setattr(module, "prove", lambda *_: None)
+    model = tiny("opt")
+    spread(model, [CPU, META])
+    target = TargetModel(model)
+    assert target.features(*documents_of(target), (0, 1)).device == META  # all on the first, then brought to the last
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        target.features_and_final(*documents_of(target), (3,))
+
+
 @pytest.mark.parametrize("family", [*BOTH_WAYS, "opt", "deepseek_v3"])
 def test_a_spread_target_is_proved_and_gives_the_same(family: str) -> None:
     """Over one device twice: hooks, copies of the trunk and an untied head, with numbers."""
