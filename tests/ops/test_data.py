@@ -1,9 +1,11 @@
 """put and get: bytes, names and modes both ways, broken links gone on with, and what is refused."""
 
+import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -310,6 +312,15 @@ def test_two_puts_of_one_file(shell: Shell, box: Box, tmp_path: Path, monkeypatc
     assert content(shell, box.container, "shared/data/file") == BIG
 
 
+def test_two_gets_of_one_file(shell: Shell, box: Box, tmp_path: Path) -> None:
+    in_container(shell, box.container, "mkdir shared && echo x > shared/file")
+    with (tmp_path / ".file.get-part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match=r"another get writes this file .*/file"):
+            data.get(shell, box.container, "shared/file", tmp_path)
+    assert data.get(shell, box.container, "shared/file", tmp_path).sent == 2
+
+
 def test_many_small_files(shell: Shell, box: Box, tmp_path: Path, soak: bool) -> None:
     count = 20_000 if soak else 1_000
     folder = tmp_path / "many"
@@ -414,28 +425,41 @@ def test_on_the_command_line(cli: Cli, tree: Path, tmp_path: Path) -> None:
     assert steps.startswith(b"asking box / container 200")
 
 
+class Counting(Progress):
+    total = seen = 0
+
+    @contextmanager
+    def bytes(self, what: str, total: int, done: int = 0) -> Generator[Callable[[int], None], None, None]:
+        self.total, self.seen = total, done
+
+        def advance(count: int) -> None:
+            self.seen += count
+
+        yield advance
+
+
 def test_progress_counts_every_byte_once(shell: Shell, box: Box, tree: Path, tmp_path: Path) -> None:
-    class Counting(Progress):
-        total = seen = 0
-
-        def bytes(self, what: str, total: int, done: int = 0) -> Any:
-            from contextlib import contextmanager
-
-            @contextmanager
-            def counted() -> Any:
-                self.total, self.seen = total, done
-
-                def advance(count: int) -> None:
-                    self.seen += count
-
-                yield advance
-
-            return counted()
-
-    for _ in range(2):  # the second time nothing travels
+    back = tmp_path / "back"
+    back.mkdir()
+    for unchanged in (0, 5):  # the second time nothing travels
         way = Counting()
-        data.put(shell, box.container, [tree], "shared/", progress=way)
+        assert data.put(shell, box.container, [tree], "shared/", progress=way).unchanged == unchanged
         assert way.seen == way.total == len(BIG) + 17
         way = Counting()
-        data.get(shell, box.container, "shared/tree", tmp_path / "back", progress=way)
+        assert data.get(shell, box.container, "shared/tree", back, progress=way).unchanged == unchanged
         assert way.seen == way.total == len(BIG) + 17
+
+
+def test_a_refusal_is_heard_while_bytes_go(shell: Shell, box: Box, tmp_path: Path, monkeypatch) -> None:
+    """Not when all of a gigabyte has been read."""
+    monkeypatch.setattr(data, "_PATIENCE_SECONDS", 0.1)
+    file, way = tmp_path / "file", Counting()
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 30)
+    in_container(shell, box.container, "mkdir shared && touch shared/.file.put-part")
+    hold = ("flock", f"{box.container.path}/shared/.file.put-part", "sh", "-c", "echo held; cat")
+    with shell.converse(box.container, Command(hold)) as talk:
+        assert talk.hear() == b"held"
+        with Shell() as other, pytest.raises(BusyError, match="another put writes this file"):
+            data.put(other, box.container, [file], "shared/", progress=way)
+    assert way.seen < way.total == 1 << 30
