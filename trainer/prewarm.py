@@ -14,11 +14,13 @@ import torch
 
 from trainer.compile_cache import prune, use_compile_cache
 from trainer.config import ConfigFault, TrainConfig, load, micro_rows
+from trainer.diagnosis import explain
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.estimate import read_shapes
 from trainer.layout import check_layout, parse
 from trainer.learner import Learner
+from trainer.shortage import shortage_in
 from trainer.start import Say, TrainingError, target_dtype
 from trainer.threads import make_torch_thread_safe
 from trainer.warm import Warmed, batch_shape, make_learner, warm_up
@@ -63,12 +65,18 @@ def main(words: list[str]) -> int:
         print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     try:
-        warmed = prewarm(load(options.config, options.sets), say)
+        config = load(options.config, options.sets)
     except ConfigFault as fault:
         print(fault, file=sys.stderr)
         return CONFIG_CODE
-    except TrainingError as error:
-        raise ValueError(str(error)) from error
+    try:
+        warmed = prewarm(config, say)
+    except RuntimeError as error:
+        told = error if isinstance(error, TrainingError) else shortage_in(error, config)
+        if told is None:
+            explain(error)
+            raise
+        raise ValueError(str(told)) from error
     if not warmed:
         say("on the CPU nothing is compiled: there is nothing to warm up")
     pruned = prune(say) if options.prune else []

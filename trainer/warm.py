@@ -112,16 +112,22 @@ def compile_all(
     """warm_up on any device, wherever torch keeps what it compiles."""
     if (safety := make_compiler_thread_safe()) and safety.left:
         say(str(safety))
-    by_device: dict[torch.device, list[Learner]] = {}
-    for learner in learners:
-        by_device.setdefault(learner.device, []).append(learner)
+    by_device: dict[torch.device, list[int]] = {}
+    for number, learner in enumerate(learners):
+        by_device.setdefault(learner.device, []).append(number)
     warmed: list[Warmed] = []
     for device, here in by_device.items():
         started, before = time.perf_counter(), _graphs()
-        for learner in here:
+        for number in here:
             check()
             with _forms_for(len(learners)), torch.cuda.device(device) if _is_gpu(device) else contextlib.nullcontext():
-                learner.warm_up(made_up_batch(learner.model.config, shape, device))
+                try:
+                    learners[number].warm_up(made_up_batch(learners[number].model.config, shape, device))
+                except Exception as error:
+                    error.add_note(f"while {device} was warmed up, in which nothing else runs")
+                    with contextlib.suppress(AttributeError):  # as shortage.note_worker does in a drafter's thread
+                        error.worker = f"drafter-{number}" if len(learners) > 1 else "drafter"  # type: ignore[attr-defined]
+                    raise
         if _is_gpu(device):
             torch.cuda.synchronize(device)
         compiled, found = (now - then for now, then in zip(_graphs(), before, strict=True))

@@ -68,3 +68,14 @@ def test_what_is_wrong_is_one_line(tiny_folder: Path, capsys: pytest.CaptureFixt
     assert "/nowhere is not a folder with a model" in capsys.readouterr().err
     assert main(["warm", config, "--set", 'layout.drafters=["cuda:77"]']) == 1
     assert capsys.readouterr().err.startswith("ValueError: layout.drafters names cuda:77: torch sees ")
+
+
+def test_too_little_memory_is_one_line(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(prewarm, "warm_up", short)
+    assert main(["warm", str(tiny_folder / "config.toml")]) == 1
+    assert "drafter ran out of memory on cpu with 2 rows of 96 tokens" in capsys.readouterr().err

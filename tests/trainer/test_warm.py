@@ -177,6 +177,16 @@ def test_a_stop_waits_for_one_learner_only() -> None:
     assert done == [threading.current_thread().name]
 
 
+def test_an_error_names_device_and_drafter() -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        compile_all(stubs(Stub(), Stub(fails)), SHAPE, say=quietly)
+    assert caught.value.worker == "drafter-1"  # for shortage.py
+    assert caught.value.__notes__ == ["while cpu was warmed up, in which nothing else runs"]
+
+
 def test_on_the_cpu_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "use_compile_cache", lambda say: pytest.fail("no cache is needed"))
     said: list[str] = []
