@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OnBytes = Callable[[bytes], None]
 
+_ASIDE_SECONDS = 15.0  # for a question of our own beside the caller's command
+
 
 class LocalProcess:
     """A command on this machine, behind the same methods as one behind a channel."""
@@ -270,7 +272,7 @@ class Shell:
 
     def explain(self, container: Container, result: Result) -> OpsError:
         """Why a command for a container failed: asks `pct status`, which tells stopped from missing."""
-        status = self.run(container.host, Command(("pct", "status", str(container.vmid))))
+        status = self.run(container.host, Command(("pct", "status", str(container.vmid))), timeout=_ASIDE_SECONDS)
         host, vmid = container.host, container.vmid
         if status.code == 0 and b"stopped" in status.out:
             return PreflightError(
@@ -314,7 +316,7 @@ class Shell:
             return container
         known = self._known(container.host)
         if known.has_lxc_attach is None:
-            asked = self.run(container.host, Command(("sh", "-c", "command -v lxc-attach")))
+            asked = self.run(container.host, Command(("sh", "-c", "command -v lxc-attach")), timeout=_ASIDE_SECONDS)
             known.has_lxc_attach = asked.code == 0
         return container if known.has_lxc_attach else replace(container, via="pct")
 

@@ -10,13 +10,15 @@ from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
 from dflash_ops.shell import Shell
 
+_SECONDS = gpus.SMI_SECONDS + 5.0
+
 
 def gpu_status(shell: Shell, host: Host, containers: Sequence[Container]) -> gpus.GpuStatus:
     """The GPUs of a host and who holds them. A container that can't be asked becomes a problem in the answer; the host
     must answer, or its error is raised."""
     here = [container for container in containers if container.host == host]
     with ThreadPoolExecutor(max_workers=len(here) + 1) as pool:
-        view = pool.submit(shell.ask, host, gpus.host_query())
+        view = pool.submit(shell.ask, host, gpus.host_query(), timeout=_SECONDS)
         # Every one of them: two may be the same container with its runs in two folders.
         asked = [(container.vmid, pool.submit(_ask, shell, container)) for container in here]
     answers = [(vmid, future.result()) for vmid, future in asked]
@@ -28,6 +30,6 @@ def gpu_status(shell: Shell, host: Host, containers: Sequence[Container]) -> gpu
 
 def _ask(shell: Shell, container: Container) -> dict[str, Any] | OpsError:
     try:
-        return shell.ask(container, gpus.container_query(container))
+        return shell.ask(container, gpus.container_query(container), timeout=_SECONDS)
     except OpsError as error:
         return error

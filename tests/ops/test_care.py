@@ -99,6 +99,17 @@ def test_a_stop_reaches_the_second_attempt(box: LocalBox) -> None:
     assert (code, run.state, run.code, run.restarts) == (0, RunState.STOPPED, 0, 1)
 
 
+def test_a_log_in_parts_is_followed_whole(box: LocalBox) -> None:
+    folder = box.start("a", "steps = 300\npause = 0.001\nwidth = 90", log_part_bytes=1500)
+    parameters = {"path": str(box.path), "run": "a", "offset": None, "tail": None, "follow": True, "quiet": False}
+    header, _, followed = stand_in.call_bytes("follow", parameters).stdout.partition(b"\n")
+    gone = json.loads(header)["offset"]
+    every = b"".join(b"step %d " % step + b"x" * 90 + b"\n" for step in range(1, 301)) + b"saved\n"
+    assert followed == every[gone:] and len(followed) > 10_000
+    assert len(list(folder.glob("log.*"))) > 5
+    assert run_of(box, "a").log_bytes == len(every)
+
+
 # -- hangs
 
 

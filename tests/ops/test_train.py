@@ -21,7 +21,7 @@ from proxy import Proxy
 from stand_in import retry_until
 
 from dflash_ops import deploy, gpus, runs, source, status, stops, train
-from dflash_ops.command import Command, Container
+from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, TimedOutError
 from dflash_ops.remote import bundle
 from dflash_ops.runs import RunState, StartRequest
@@ -417,6 +417,36 @@ def test_silence_is_given_up(place: Container, shell: Shell, tmp_path: Path, mon
         with pytest.raises(TimedOutError) as caught:
             ask()
         assert caught.value.exit_code == 124
+
+
+def test_questions_beside_are_bounded_too(place: Container) -> None:
+    asked: list[tuple[str, float | None]] = []
+
+    class Spy(Shell):
+        def run(self, place: Any, command: Command, *, timeout: float | None = None, check: bool = False) -> Result:
+            asked.append((command.argv[0], timeout))
+            return Result(place, command, 0, b"status: stopped\n", b"")
+
+    spy = Spy()
+    assert "is stopped" in str(spy.explain(place, Result(place, Command(("x",)), 255, b"", b"")))
+    spy._settle(place)
+    assert asked == [("pct", 15.0), ("sh", 15.0)]
+
+
+def test_a_stop_touches_no_other_container_and_not_the_host(
+    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell, stand_in_source: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    elsewhere = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201), sandbox)
+    for other in _with_release(elsewhere.container, shell, stand_in_source):
+        theirs = begin(shell, other, config="child = yes\nstranger = yes", gpus=())
+        run = begin(shell, place, config="child = yes\nstranger = yes\nsigterm = ignored", gpus=())
+        # On the host, with the very mark of the run.
+        words = f"DFLASH_RUN_ID={run.id} setsid sleep 100 >/dev/null 2>&1 </dev/null & echo $!"
+        pid = shell.run(place.host, Command(("sh", "-c", words))).out.decode().strip()
+        assert len(train.stop(shell, place, run.id, grace=0.2).killed) == 3
+        assert shell.run(place.host, Command(("kill", pid))).code == 0  # it was there to be killed
+        assert len(train.status(shell, other, theirs.id).processes) == 3
 
 
 def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, cli: Cli, shell: Shell) -> None:
