@@ -61,6 +61,13 @@ def ended(code: int | None, *, stopped: bool = False, signal: int | None = None)
         # Asked to stop, but it crashed; asked to stop, but it had just finished.
         ({"exit": ended(1, stopped=True)}, RunState.FAILED, 100, 1),
         ({"exit": ended(0, stopped=True), "status": FINISHED}, RunState.FINISHED, 0, 0),
+        # A signal that was not ours: it saved and ended, before its last step.
+        ({"exit": ended(0), "status": {**STATUS, "state": "stopped"}}, RunState.STOPPED, 103, 103),
+        ({"exit": ended(14)}, RunState.FAILED, 100, 14),
+        ({"supervisor_alive": True, "state": {"state": "stalled"}}, RunState.STALLED, 101, 101),
+        ({"supervisor_alive": True, "state": {"state": "waiting"}}, RunState.WAITING, 101, 101),
+        # The last words of a supervisor that is gone are no longer true.
+        ({"state": {"state": "stalled"}}, RunState.LOST, 100, 100),
     ],
 )
 def test_what_the_facts_mean(more: dict[str, Any], state: RunState, exit_code: int, own_code: int) -> None:
@@ -103,6 +110,15 @@ def test_figures_are_shown_as_far_as_there_are_any(capsys: pytest.CaptureFixture
         capsys.readouterr()
         render_runs.show_run(run)
         assert [line.strip() for line in capsys.readouterr().out.splitlines()[1:]] == lines
+
+
+def test_a_url_that_can_not_be_is_not_shown() -> None:
+    assert runs.check_url("https://x/y") and runs.check_url("slack://a/b")
+    for wrong in ("hush", "", "https://hu sh", "://hush"):
+        with pytest.raises(UsageFault) as caught:
+            runs.check_url(wrong)
+        assert "hu" not in str(caught.value)
+    assert "hush" not in repr(StartRequest("a", "", "c", notify=("https://hush",)))
 
 
 def test_missing_and_newer_records_are_no_error() -> None:
