@@ -93,10 +93,20 @@ def _use(say: Say) -> Path | None:
         why = error.strerror or error
         say(f"compiled code can't be kept in {place}: {why}; the next start compiles anew (DFLASH_SHARED says where)")
         return None
+    own = _torchs_own()  # whose import, here or before, has it written into the environment, as nobody's wish
+    if os.environ.get(INDUCTOR) == own:
+        del os.environ[INDUCTOR]
     os.environ.setdefault(INDUCTOR, str(folder / "inductor"))
     # One for all devices: else Inductor gives each its own, and equal GPUs compile the same kernels again.
     os.environ.setdefault(TRITON, str(folder / "triton"))
     return folder if os.environ[INDUCTOR] == str(folder / "inductor") else Path(os.environ[INDUCTOR])
+
+
+def _torchs_own() -> str:
+    """Where Inductor keeps things when it isn't told."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 def prune(say: Say) -> list[Pruned]:

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,16 @@ def test_what_the_user_has_set_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_cache, "_used", [])
     monkeypatch.setenv(TRITON, str(tmp_path / "too"))
     assert use_compile_cache(silent) == tmp_path / "mine" and os.environ[TRITON] == str(tmp_path / "too")
+
+
+def test_what_torch_itself_has_set_does_not(tmp_path: Path) -> None:
+    """Inductor writes its own choice into the environment when it is imported, which may be long before."""
+    words = "import torch._inductor.config, os; from trainer.compile_cache import use_compile_cache; "
+    words += "use_compile_cache(print); print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    env = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
+    for start in (words, words.replace("torch._inductor.config, ", "")):
+        ended = subprocess.run([sys.executable, "-c", start], env=env, capture_output=True, text=True, timeout=60)
+        assert ended.stdout.strip() == str(shared_root() / key() / "inductor"), ended.stderr
 
 
 def test_without_a_shared_folder_it_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
