@@ -322,7 +322,7 @@ def test_two_gets_of_one_file(shell: Shell, box: Box, tmp_path: Path) -> None:
 
 
 def test_many_small_files(shell: Shell, box: Box, tmp_path: Path, soak: bool) -> None:
-    count = 20_000 if soak else 1_000
+    count = 20_000 if soak else 300
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(count):

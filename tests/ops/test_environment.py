@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import Box, Cli
+from test_programs import documented, fields
 
+from dflash_ops import data, wheels
 from dflash_ops import environment as verbs
-from dflash_ops import wheels
 from dflash_ops.command import Command, Container, Pins
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, PreflightError, VerificationError
 from dflash_ops.progress import Progress
@@ -273,9 +274,9 @@ def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell) -> None
     assert done.returncode == 6 and done.stderr == b""
     assert "numpy" in text and "0.1" in text and "no-such-thing" in text and "rich" not in text
     assert "2 of 6 differ" in text
-    document = json.loads(cli("env", "check", "--json").stdout)
-    assert document["ok"] is False and document["environment"] is None
-    assert {row["name"]: row["has"] for row in document["rows"] if not row["ok"]}["no-such-thing"] is None
+    found = verbs.check(shell, box.container)
+    assert not found.ok and found.environment is None
+    assert {row.name: row.has for row in found.rows if not row.ok}["no-such-thing"] is None
     with pytest.raises(NotFoundError, match="nearest: 20261129-120000-nogit-00000000"):
         verbs.check(shell, box.container, "20261129-120000-nogit-11111111")
 
@@ -514,6 +515,14 @@ def test_warm_waits_for_no_gpu_that_a_run_has(shell: Shell, box: Box) -> None:
         assert talk.hear() == b"held"
         with pytest.raises(BusyError, match=r"a GPU is taken .*gpu-status"):
             verbs.warm(shell, container, "", "config.toml")
+
+
+# -- for programs
+
+
+def test_every_field_is_documented() -> None:
+    kinds = (data.Moved, verbs.Synced, verbs.Checked, verbs.Row, verbs.Environment, verbs.WarmedUp)
+    assert {kind.__name__: documented(kind.__name__) for kind in kinds} == {it.__name__: fields(it) for it in kinds}
 
 
 # -- the inventory
