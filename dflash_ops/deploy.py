@@ -3,6 +3,7 @@
 A deploy is one conversation with `receive.py` in the container, which holds the deploy lock as long as it lasts, and at
 most one archive:
 
+    container: greets, while the source is read here
     container: takes the lock, clears leftovers, compares the manifest with what it has, says what it lacks
     host:      what is lacking comes as one archive, by `pct push` or through the container's stdin (sending.py)
     container: links and unpacks in a fresh folder, checks every file, fsync, rename, swaps `current`
@@ -17,7 +18,8 @@ import json
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -171,10 +173,15 @@ def _deploy(
 ) -> Deployed:
     begun = time.monotonic()
     way.step(f"reading {source}")
-    reading = read(shell, source)
-    manifest = reading.manifest
-    parameters = {**_described(manifest), "do": "deploy", "user": user, "activate": activate}
-    with _receiver(shell, container, parameters, way) as (talk, ready):
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        # A connection and a Python there take as long as the reading here.
+        greeted = pool.submit(stack.enter_context, _receiver(shell, container, user, activate))
+        reading = read(shell, source)
+        manifest = reading.manifest
+        way.step(f"asking {container}")
+        talk = greeted.result()
+        talk.say(_line(_described(manifest)))
+        ready = _answer(shell, container, talk, _patience(manifest.size))
         release = Release(later_than(ready["newest"], now()), reading.commit, manifest, user)
         lacking, sent = _entries(manifest, ready["lacking"]), 0
         reused = len(manifest.files) - len(_files_of(manifest, ready["lacking"]))
@@ -360,14 +367,14 @@ def _live_runs(reply: dict[str, Any]) -> tuple[LiveRun, ...]:
 
 @contextmanager
 def _receiver(
-    shell: Shell, container: Container, parameters: dict[str, Any], way: Progress
-) -> Generator[tuple[Conversation, dict[str, Any]], None, None]:
-    """receive.py, holding its lock until the block ends, and its first answer: what it lacks."""
-    way.step(f"asking {container}")
-    with shell.converse(container, _command(container, parameters), timeout=ANSWER_SECONDS) as talk:
-        ready = _answer(shell, container, talk)
+    shell: Shell, container: Container, user: str | None, activate: bool
+) -> Generator[Conversation, None, None]:
+    """receive.py, which has greeted and waits for a manifest; it holds its lock from then on until the block ends."""
+    command = _command(container, {"do": "deploy", "user": user, "activate": activate})
+    with shell.converse(container, command, timeout=ANSWER_SECONDS) as talk:
+        _answer(shell, container, talk)
         with talk.beating():
-            yield talk, ready
+            yield talk
 
 
 def _patience(size: int) -> float:

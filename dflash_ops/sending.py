@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
-import stamina
-
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import BusyError, OpsError
@@ -22,9 +20,6 @@ from dflash_ops.source import archive_size, sha256_of, temporary_file, write_arc
 from dflash_ops.staging import staging
 
 Via = Literal["push", "stream"]
-
-# stamina logs its retries; without a handler Python would print them on stderr.
-logging.getLogger("stamina").addHandler(logging.NullHandler())
 
 # What pct says when it waits for the container's lock, and when it gets it; anything else on stderr is a failure,
 # whatever the exit code.
@@ -86,25 +81,34 @@ def _push(shell: Shell, container: Container, staged: str, part: str, size: int)
     say, that it failed may be said here."""
     command = Command(("env", "LC_ALL=C.UTF-8", "pct", "push", str(container.vmid), staged, part))
     timeout = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
+    result = shell.run(container.host, command, timeout=timeout)
+    if result.code == _LOCK_TIMEOUT_CODE:
+        result = _push_again(shell, container, command, timeout)
+    complaint = push_complaint(result)
+    if result.code != 0:
+        raise shell.explain(container, result)
+    if complaint:
+        raise OpsError("pct push failed", where=str(container), why=complaint)
 
-    @stamina.retry(on=BusyError, attempts=3, wait_initial=1.0, wait_max=5.0)
-    def push() -> Result:
-        result = shell.run(container.host, command, timeout=timeout)
-        if result.code == _LOCK_TIMEOUT_CODE:
+
+def _push_again(shell: Shell, container: Container, command: Command, timeout: float) -> Result:
+    """The second and the third push, of which BusyError says that they did not get the lock either."""
+    import stamina
+
+    # stamina logs its retries; without a handler Python would print them on stderr.
+    logging.getLogger("stamina").addHandler(logging.NullHandler())
+    for attempt in stamina.retry_context(on=BusyError, attempts=2, wait_initial=1.0, wait_max=5.0):
+        with attempt:
+            result = shell.run(container.host, command, timeout=timeout)
+            if result.code != _LOCK_TIMEOUT_CODE:
+                return result
             raise BusyError(
                 "another pct command holds the container's lock",
                 where=str(container),
                 why=push_complaint(result),
                 next="see on the host what runs: ps aux | grep pct",
             )
-        return result
-
-    result = push()
-    complaint = push_complaint(result)
-    if result.code != 0:
-        raise shell.explain(container, result)
-    if complaint:
-        raise OpsError("pct push failed", where=str(container), why=complaint)
+    raise AssertionError("unreachable")
 
 
 def push_complaint(result: Result) -> str:

@@ -44,15 +44,20 @@ def main(parameters: dict[str, Any]) -> int:
 
 
 def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """files, folders: the manifest's; user: the files' owner, or None; activate: whether it becomes current.
+    """user: the files' owner, or None; activate: whether it becomes current.
 
-    Says what is lacking, then hears {"id", "record", "by"}: by null (nothing is), "push" (an archive was pushed: its
-    "size" and "sha256"), or "stream" (it follows in frames). May say again that something is lacking.
+    Greets, and hears the manifest's {"files", "folders"}, which may be read meanwhile. Says what is lacking, then hears
+    {"id", "record", "by"}: by null (nothing is), "push" (an archive was pushed: its "size" and "sha256"), or "stream"
+    (it follows in frames). May say again that something is lacking.
     """
-    _make_folders(path)
     talk = Talk()
-    files, folders = parameters["files"], parameters["folders"]
     ids = build.owner(parameters["user"])
+    answers.say({"event": "hello"})
+    manifest = talk.hear()
+    if manifest is None:
+        raise Left
+    _make_folders(path)
+    files, folders = manifest["files"], manifest["folders"]
     with (
         _lock(path, "deploy", parameters),
         _cleared(path),
@@ -108,7 +113,7 @@ def list_releases(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """Makes an earlier release current: the one asked for, else the newest that is older than the current one."""
     release: str | None = parameters["release"]
-    if not (path / "releases").is_dir():
+    if not releases.names(path):
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
     _make_folders(path)
     with _lock(path, "deploy", parameters):

@@ -28,8 +28,8 @@ from paramiko.common import (
     OPEN_SUCCEEDED,
 )
 
+from dflash_ops.sandbox import sftp
 from dflash_ops.sandbox.session import Session, WindowSize
-from dflash_ops.sandbox.sftp import HypervisorFiles
 
 USER = "root"
 # What sshd allows on one connection by default (MaxSessions).
@@ -86,7 +86,7 @@ def _serve_connection(connection: socket.socket, keys: Keys, host_key: paramiko.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     transport = _Transport(connection)
     transport.add_server_key(host_key)
-    transport.set_subsystem_handler("sftp", paramiko.SFTPServer, sftp_si=HypervisorFiles)
+    transport.set_subsystem_handler("sftp", sftp.Server, sftp_si=sftp.HypervisorFiles)
     server = Connection(transport, keys.client_public)
     try:
         transport.start_server(event=threading.Event(), server=server)

@@ -3,6 +3,7 @@
 # pyright: reportMissingTypeStubs=false
 # (paramiko carries no types.)
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -55,6 +56,16 @@ class _File(paramiko.SFTPHandle):
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+class Server(paramiko.SFTPServer):
+    """Ends as OpenSSH's does, with an exit code: without one, `scp` takes all that it did for failed."""
+
+    def finish_subsystem(self) -> None:
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # the client has gone already
+            assert self.sock is not None  # it has started
+            self.sock.send_exit_status(0)
+        super().finish_subsystem()
 
 
 class HypervisorFiles(paramiko.SFTPServerInterface):

@@ -227,8 +227,10 @@ def hold_lock(target: Target, via: Via, step: str, moment: float, stack: ExitSta
 
         verbs.deploy(target.door, target.container, target.source, via=via, way=at_step(step, 0.0, hold, stack))
         return
-    parameters = {"do": "deploy", "files": [], "folders": [], "user": None, "activate": True}
-    stack.enter_context(verbs._receiver(target.door, target.container, parameters, Progress()))
+    talk = stack.enter_context(verbs._receiver(target.door, target.container, None, True))
+    talk.say(b'{"files": [], "folders": []}\n')
+    assert talk.hear()
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr(verbs, "_PATIENCE_SECONDS", 0.3)
     with pytest.raises(BusyError, match=r"another deploy is going on .*held by \w+@.* since 20"):
         deploy_beside(target, via, Progress())
 

@@ -42,6 +42,9 @@ sys.addaudithook(hook)
 """
 
 
+DEPLOY = {"user": None, "activate": True}
+
+
 class Receiver:
     """Talks with receive.py as deploy.py does, and "pushes" by copying."""
 
@@ -67,6 +70,7 @@ class Receiver:
         honest: bool = True,
         via: str = "push",
         meanwhile: Callable[[], None] = lambda: None,
+        files: list[dict[str, Any]] | None = None,
         **more: Any,
     ) -> tuple[int, dict[str, Any] | None]:
         """The exit code and the last answer; stderr is kept in `self.said`, the archives' contents in `self.sent`.
@@ -74,10 +78,13 @@ class Receiver:
         push: harms the archive; honest: after its sha256 was taken.
         """
         manifest = release.manifest
-        parameters = {"files": manifest.records(), "folders": list(manifest.folders), "user": None, "activate": True}
+        described = {"files": files or manifest.records(), "folders": list(manifest.folders)}
         self.sent: list[list[str]] = []
-        with self.shell.converse(Local(), self.command("deploy", kill_at, **{**parameters, **more})) as talk:
+        with self.shell.converse(Local(), self.command("deploy", kill_at, **{**DEPLOY, **more})) as talk:
             last = ready = talk.hear()
+            if last is not None and json.loads(last)["ok"]:
+                talk.say(json.dumps(described).encode() + b"\n")
+                last = ready = talk.hear()
             answer = json.loads(last) if last else {"ok": False}
             while answer["ok"] and answer["event"] in ("ready", "again"):
                 meanwhile()
@@ -244,17 +251,20 @@ def test_the_other_end_may_leave_at_any_time(receiver: Receiver, made, shell: Sh
     """Whatever was not finished by then is not there."""
     release, folder = made(1)
     manifest = release.manifest
-    parameters = {"files": manifest.records(), "folders": list(manifest.folders), "user": None, "activate": True}
+    described = json.dumps({"files": manifest.records(), "folders": list(manifest.folders)}).encode() + b"\n"
     archive = BytesIO()
     write_archive(_entries(manifest, [file.sha256 for file in manifest.files]), folder, archive)
     request = json.dumps({"id": release.id, "record": release.record(), "by": "stream"}).encode() + b"\n"
     frame = json.dumps({"bytes": len(archive.getvalue())}).encode() + b"\n" + archive.getvalue()
-    for said in (b"", request[:20], request, request + frame[:5000], request + frame):
-        with shell.converse(Local(), receiver.command("deploy", **parameters)) as talk:
-            assert json.loads(talk.hear() or b"")["event"] == "ready"
-            talk.say(said)
+    for said in (None, b"", request[:20], request, request + frame[:5000], request + frame):
+        with shell.converse(Local(), receiver.command("deploy", **DEPLOY)) as talk:
+            assert json.loads(talk.hear() or b"")["event"] == "hello"
+            if said is not None:
+                talk.say(described)
+                assert json.loads(talk.hear() or b"")["event"] == "ready"
+                talk.say(said)
             done = talk.finish()
-        assert (done.code, json.loads(done.out)["event"]) == (0, "left"), said[:50]
+        assert (done.code, json.loads(done.out)["event"]) == (0, "left"), said
         assert releases.names(receiver.path) == [] and receiver.leftovers() == []
     assert receiver.deploy(release, folder)[0] == 0
 
@@ -402,8 +412,9 @@ def test_rollback_refuses_a_release_that_is_not_whole(receiver: Receiver, made, 
 
 
 def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell: Shell) -> None:
-    empty = {"files": [], "folders": [], "user": None, "activate": True}
-    with shell.converse(Local(), receiver.command("deploy", **empty)) as talk:
+    with shell.converse(Local(), receiver.command("deploy", **DEPLOY)) as talk:
+        assert json.loads(talk.hear() or b"")["event"] == "hello"
+        talk.say(b'{"files": [], "folders": []}\n')
         assert json.loads(talk.hear() or b"")["event"] == "ready"
         others = (
             lambda: receiver.deploy(*made(1)),
@@ -420,8 +431,7 @@ def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell
 @pytest.mark.parametrize("below", ["file", "file/deeper"])
 def test_a_path_that_can_be_no_folder(shell: Shell, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    empty = {"files": [], "folders": [], "user": None, "activate": True}
-    with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy", **empty)) as talk:
+    with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy", **DEPLOY)) as talk:
         answer = json.loads(talk.hear() or b"")
     assert (answer["ok"], answer["kind"]) == (False, "preflight")
     assert str(tmp_path) in answer["where"] and "correct `path`" in answer["next"]

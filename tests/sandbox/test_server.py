@@ -3,7 +3,9 @@
 import os
 import shlex
 import socket
+import subprocess
 import threading
+from pathlib import Path
 
 import paramiko
 import pytest
@@ -149,6 +151,17 @@ def test_a_jump_reaches_what_the_hypervisor_reaches(client: Client) -> None:
     assert got == b"HELLO" * 10_000
     with pytest.raises(paramiko.ChannelException):
         transport.open_channel("direct-tcpip", ("127.0.0.1", 1), ("127.0.0.1", 1))
+
+
+def test_openssh_copies_a_file_there(proxmox: SandboxState, tmp_path: Path) -> None:
+    """Its scp speaks SFTP, and wants an exit code at the end."""
+    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    options = ("-o", f"UserKnownHostsFile={proxmox.known_hosts}", "-i", str(proxmox.key), "-P", str(proxmox.port))
+    there = f"root@{proxmox.host}:/tmp/of-scp"
+    for words in ((str(tmp_path / "file"), there), (there, str(tmp_path / "back"))):
+        done = subprocess.run(["scp", "-q", *options, *words], capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "back").stat().st_size == 100_000
 
 
 def test_sftp_sees_the_hypervisor(client: Client, tmp_path: os.PathLike[str]) -> None:
