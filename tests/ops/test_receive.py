@@ -432,6 +432,8 @@ def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell
 def test_a_path_that_can_be_no_folder(shell: Shell, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     with shell.converse(Local(), Receiver(shell, tmp_path / below).command("deploy", **DEPLOY)) as talk:
+        assert json.loads(talk.hear() or b"")["event"] == "hello"
+        talk.say(b'{"files": [], "folders": []}\n')
         answer = json.loads(talk.hear() or b"")
     assert (answer["ok"], answer["kind"]) == (False, "preflight")
     assert str(tmp_path) in answer["where"] and "correct `path`" in answer["next"]
