@@ -123,7 +123,7 @@ class Replicas:
         self._settle()
         self._read_checksums()
         self._step += 1
-        self._mark_all(DeviceClock.start)
+        self._mark_all(lambda clock: clock.start())
         terms = self._total()
         self._reduction.sum_gradients(everywhere=not self._sharded)
         for learner, parameters in self._each():
@@ -133,7 +133,7 @@ class Replicas:
             learner.apply(lr, verdict.to(learner.device), parameters)
         if self._sharded:
             self._reduction.spread_weights()
-        self._mark_all(DeviceClock.end)
+        self._mark_all(lambda clock: clock.end())
         figures = StepFigures(terms, verdict.grad_norm, verdict.finite)
         if self._check_every and self._step % self._check_every == 0:
             self._begin_check()
@@ -155,11 +155,11 @@ class Replicas:
     def paused(self) -> Generator[None]:
         """For what is no training (measuring, saving), between steps: to the clocks it is neither work nor waiting."""
         self._settle()
-        self._mark_all(DeviceClock.skip)
+        self._mark_all(lambda clock: clock.skip())
         try:
             yield
         finally:
-            self._mark_all(DeviceClock.skip)
+            self._mark_all(lambda clock: clock.skip())
 
     def check(self) -> None:
         """Proves now that all replicas are equal, and waits for it; for who is about to save them.

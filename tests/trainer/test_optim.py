@@ -1,13 +1,21 @@
 """The optimiser's groups and the learning rate's course."""
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import pytest
 import torch
 from test_draft import CONFIG
 
 from trainer.draft import DraftModel
-from trainer.optim import learning_rate, make_optimizer, parameter_names, step_if
+from trainer.optim import (
+    divide_gradients,
+    gradient_norms,
+    learning_rate,
+    make_optimizer,
+    parameter_names,
+    step_if,
+    total_norm,
+)
 
 
 def test_the_rate_rises_then_falls_to_nothing() -> None:
@@ -48,3 +56,17 @@ def test_a_step_is_taken_only_if_it_is_good(fused: bool) -> None:
     after = [weight.detach(), *optimizer.state[weight].values()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert not hasattr(optimizer, "found_inf")  # a plain step() afterwards is a step
+
+
+def test_a_norm_made_of_parts_is_torch_s_own_to_the_bit_and_so_are_means() -> None:
+    parameters = list(DraftModel(CONFIG).parameters())
+    for number, parameter in enumerate(parameters[1:]):  # the first has no gradient
+        parameter.grad = torch.randn(parameter.shape) * 10.0 ** (number % 5 - 2)
+    means = [parameter.grad * (1 / torch.tensor(7.0)) for parameter in parameters if parameter.grad is not None]
+    divide_gradients(parameters, torch.tensor(7.0))
+    assert all(torch.equal(p.grad, mean) for p, mean in zip(parameters[1:], means, strict=True) if p.grad is not None)
+    every_other = gradient_norms(parameters[::2]), gradient_norms(parameters[1::2])
+    in_order = [norm for pair in zip_longest(every_other[1], every_other[0]) for norm in pair if norm is not None]
+    assert torch.equal(total_norm(in_order), torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+    divide_gradients(parameters[:1], torch.tensor(0.0))
+    assert parameters[0].grad is None and gradient_norms(parameters[:1]) == []

@@ -22,11 +22,11 @@ from trainer.data import Row, make_row
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
-from trainer.learner import Figures, Learner, features_of
+from trainer.learner import Figures, Learner, Measured, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
 from trainer.pipeline import Worker
-from trainer.reduction import shards
+from trainer.reduction import Reduction, shards
 from trainer.replicas import Replicas
 from trainer.snapshot import HostCopy, Trained
 from trainer.start import TrainingError
@@ -208,20 +208,58 @@ def test_a_step_that_is_not_finite_for_one_is_skipped_by_all(target: TargetModel
         assert_same_bits(bits(replicas.state), bits(others.state))
 
 
-def test_held_out_batches_are_measured_by_any_replica_alike(target: TargetModel) -> None:
-    learners = learners_of(target, 2)
+def test_held_out_batches_are_measured_by_their_replica_and_all_alike(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners, asked, measure = learners_of(target, 2), list[Learner](), Learner.measure_all
+
+    def watched(self: Learner, batch: FeatureBatch) -> Measured:
+        asked.append(self)
+        return measure(self, batch)
+
     with Replicas(learners) as replicas:
         learn(replicas, target, ROWS, 2)
         expected = learners[0].measure_all(batch_of(target, learners[0], ROWS[:2])).terms
+        monkeypatch.setattr(Learner, "measure_all", watched)
         for replica in range(2):
             measured = replicas.measure_all(batch_of(target, learners[0], ROWS[:2], replica))
             assert all(torch.equal(vars(measured.terms)[name], value) for name, value in vars(expected).items())
             assert measured.batch.rows.replica == replica
+        assert asked == learners
 
 
 def test_nccl_wants_a_gpu_for_each(target: TargetModel) -> None:
     with pytest.raises(ValueError, match=r"nccl adds up .* on a GPU each, and they are on cpu, cpu: use copies"):
         Replicas(learners_of(target, 2), reduce="nccl")
+
+
+@pytest.mark.parametrize("optimizer", ["replicated", "sharded"])
+def test_nccl_gets_all_gradients_in_one_call_a_step(
+    target: TargetModel, optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a sum on the CPU in NCCL's place; test_cuda_replicas.py has the real one."""
+    steps, calls = steps_of(3, steps=2), list[int]()
+
+    def summed(self: Reduction, tensors: list[Tensor]) -> None:
+        calls.append(len(tensors))
+        total = sum(tensors[1:], tensors[0].clone())
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    monkeypatch.setattr(Reduction, "_nccl_sum", summed)
+    expected, _, state = run(target, 2, steps, optimizer=optimizer)
+    learners = learners_of(target, 2)
+    replicas = Replicas(learners, optimizer=optimizer, check_every=1)
+    replicas._reduction._how = "nccl"
+    with replicas:
+        assert calls.pop() == 2  # its communicators are made before the threads start
+        assert [learn(replicas, target, rows, 2) for rows in steps] == expected
+        replicas.check()
+        assert calls == [2, 2]
+        assert_same_bits(bits(replicas.state), bits(state))
+        replicas.learn(batch_of(target, learners[0], ROWS[:1], 1))  # and the other has nothing
+        assert replicas.update(1e-2).read().finite
+        replicas.check()
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), count=st.integers(1, 8))
@@ -232,6 +270,7 @@ def test_shards_are_even_and_hold_everything_once(sizes: list[int], count: int) 
     loads = [sum(sizes[index] for index in own) for own in found]
     assert max(loads) - min(loads) <= max(sizes)
     assert shards(sizes, count) == found
+    assert shards([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]]  # the largest first, or it would come on top
 
 
 # --- threads ---
@@ -363,18 +402,31 @@ def test_a_replica_has_one_batch_in_hand_and_one_waiting_and_leaving_early_drops
         replicas.update(1e-2)
 
 
-def test_beats_and_clocks_tell_of_the_work_and_not_of_pauses(target: TargetModel) -> None:
+class Marks:
+    """In a DeviceClock's place."""
+
+    def __init__(self) -> None:
+        self.marks: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.marks.append(f"{name} in {threading.current_thread().name}")
+
+
+def test_beats_and_clocks_tell_of_the_work_and_of_pauses(target: TargetModel) -> None:
     learners, beats = learners_of(target, 2), list[str]()
-    with Replicas(learners, beat=lambda: beats.append(threading.current_thread().name)) as replicas:
+    replicas = Replicas(learners, beat=lambda: beats.append(threading.current_thread().name))
+    assert set(replicas.busy()) == set(replicas.clocks) == {"drafter-0", "drafter-1"}
+    clocks = {name: Marks() for name in replicas.clocks}
+    replicas.clocks.update(clocks)  # type: ignore[arg-type]
+    with replicas:
         learn(replicas, target, ROWS[:3], 2)
         assert sorted(beats) == ["MainThread", "drafter-0", "drafter-0", "drafter-1"]
-        before = {name: clock.read() for name, clock in replicas.clocks.items()}
-        assert all(busy.working > 0 for busy in before.values())
         with replicas.paused():
             replicas.measure_all(batch_of(target, learners[0], ROWS))
-        learn(replicas, target, ROWS[:1], 2)
-        assert replicas.clocks["drafter-1"].read().working > before["drafter-1"].working
-    assert set(replicas.busy()) == set(replicas.clocks) == {"drafter-0", "drafter-1"}
+    pieces = ["start in drafter-0", "end in drafter-0"]
+    around = ["start in MainThread", "end in MainThread", "skip in MainThread", "skip in MainThread"]
+    assert clocks["drafter-0"].marks == [*pieces, *pieces, *around]
+    assert clocks["drafter-1"].marks == [piece.replace("0", "1") for piece in pieces] + around
 
 
 @given(data=st.data(), count=st.integers(1, 4), owners=st.lists(st.integers(0, 3), max_size=12))
