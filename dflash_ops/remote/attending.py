@@ -57,7 +57,7 @@ class Attending:
         stream = program.stdout if out is None else program.stderr
         assert stream is not None
         try:
-            lines = self._follow(stream.fileno())
+            lines = self._follow(program, stream.fileno())
             return program.wait(), lines
         finally:
             if program.poll() is None:
@@ -75,17 +75,19 @@ class Attending:
             return bool(part)
         return time.monotonic() - self._heard_at < _SILENCE_SECONDS
 
-    def _follow(self, stream: int) -> list[str]:
+    def _follow(self, program: subprocess.Popen[bytes], stream: int) -> list[str]:
         rest, lines, beat = b"", list[str](), time.monotonic() + _BEAT_SECONDS
         while True:
-            ready = select.select([0, stream], [], [], 1.0)[0]
+            ready = select.select([0, stream], [], [], 0.2)[0]
             if not self._listen(0):
                 raise Fault("failed", "the link broke while a program ran in the container", "", "run it again")
             if time.monotonic() > beat:
                 beat = time.monotonic() + _BEAT_SECONDS
                 answers.say({"event": "busy"})
             if stream not in ready:
-                continue
+                if program.poll() is None:
+                    continue
+                return lines  # it has ended; a child of it that lives on has its stream
             part = os.read(stream, 1 << 16)
             *whole, rest = (rest + (part or b"\n")).split(b"\n")
             for line in whole:

@@ -266,7 +266,7 @@ def test_what_is_run_where_there_is_an_index() -> None:
 # -- check
 
 
-def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell) -> None:
+def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell, tmp_path: Path) -> None:
     """The sandbox's own Python, against a lock that wants another transformers and a package that is not there."""
     release_with(shell, box.container, "numpy==0.1\nrich==0.1 ; sys_platform == 'win32'\nno-such-thing==1\n")
     done = cli("env", "check")
@@ -277,6 +277,9 @@ def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell) -> None
     found = verbs.check(shell, box.container)
     assert not found.ok and found.environment is None
     assert {row.name: row.has for row in found.rows if not row.ok}["no-such-thing"] is None
+    (tmp_path / "config.toml").write_text("")
+    start = cli("train", "start", str(tmp_path / "config.toml"), "--gpus", "none")
+    assert start.returncode == 6 and b"no-such-thing: wanted 1, has none" in start.stderr
     with pytest.raises(NotFoundError, match="nearest: 20261129-120000-nogit-00000000"):
         verbs.check(shell, box.container, "20261129-120000-nogit-11111111")
 
@@ -480,7 +483,7 @@ def test_which_wheels_a_machine_takes(tags: str, fits: bool) -> None:
 # -- warm
 
 WARM = """
-import json, os, sys
+import json, os, subprocess, sys
 words = sys.argv[1:]
 config = open(words[1]).read()
 if "wrong" in config:
@@ -490,6 +493,7 @@ before = os.path.exists(count)
 open(count, "w").close()
 print("warming", os.environ.get("CUDA_VISIBLE_DEVICES"), words[3:], os.path.basename(os.getcwd()), file=sys.stderr)
 device = {"device": "cuda:0", "seconds": 3.0 if before else 40.0, "compiled": 0 if before else 7, "found": 7}
+subprocess.Popen(["sleep", "1000"])  # as a compiler's worker that outlives it
 print(json.dumps({"cache": "/cache", "devices": [{**device, "state": "warm" if before else "cold"}], "pruned": {}}))
 """
 
