@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -18,10 +17,10 @@ import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
 from trainer.fx_state import states
+from trainer.watchdog import stacks
 
 FLAG = ("torch.fx._symbolic_trace", "_is_fx_tracing_flag")
 COMPILER = tuple(f"/torch/{part}/" for part in ("fx", "_dynamo", "_functorch", "_inductor", "_higher_order_ops"))
-FRAMES = 25  # of a thread's stack, the innermost
 
 
 def concerns_compiler(error: BaseException) -> bool:
@@ -51,11 +50,7 @@ def diagnosis(error: BaseException) -> str:
         f"told that it traces: {_flags()}",
         f"compiling now: {_compiling()}",
     ]
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        lines.append(f"thread {names.get(ident, f'{ident}, not of Python')!r}:")
-        lines += [line.rstrip() for line in traceback.format_stack(frame)[-FRAMES:]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *stacks()])
 
 
 def explain(error: BaseException) -> None:

@@ -15,6 +15,7 @@ from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.layout import Layout
 from trainer.reduction import shards
+from trainer.replicas import AHEAD
 from trainer.spread import shares
 
 MIB = 2**20
@@ -226,9 +227,9 @@ def _drafter_s(
 
 
 def batches_held(config: TrainConfig, layout: Layout, one: float) -> int:
-    """Batches of `one` bytes on a drafter's device: those that wait, are being made for it, and is learned from."""
+    """Batches of `one` bytes on a drafter's device: those that wait, are being made for it, and are learned from."""
     waiting = min(config.layout.depth, max(1, int(config.layout.queue_mib * MIB // one)))
-    return waiting + -(-len(layout.targets) // len(layout.drafters)) + 1
+    return waiting + -(-len(layout.targets) // len(layout.drafters)) + AHEAD
 
 
 def remedies(parts: Sequence[Part], config: TrainConfig, first: Sequence[str] = ()) -> list[str]:

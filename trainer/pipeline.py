@@ -150,7 +150,7 @@ class Pipeline(Generic[T]):
     def __init__(
         self,
         source: Iterable[Any],
-        stages: Sequence[Stage | tuple[str, Callable[[Any], Any]]],
+        stages: Sequence[Stage],
         depth: int,
         most_bytes: int | None = None,
         size: Callable[[Any], int] | None = None,
@@ -163,7 +163,6 @@ class Pipeline(Generic[T]):
         the first error, in its thread, before the others stop. beat: called, in any thread, whenever an item got on.
         Raises ValueError for a stage without functions, for two threads of one name, and for a depth below 1.
         """
-        stages = [stage if isinstance(stage, Stage) else Stage(stage[0], [stage[1]]) for stage in stages]
         names = ["source", *(name for stage in stages for name in stage.workers())]
         if empty := [stage.name for stage in stages if not stage.functions]:
             raise ValueError(f"the stage {empty[0]!r} has no function")

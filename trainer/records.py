@@ -44,7 +44,7 @@ class Status(Record):
     tokens_per_s: float | None = None
     """Tokens per second since the record before (tokens as in StepRecord)."""
     advice: str | None = None
-    """What would make the training faster, by what the workers waited for; None: nothing stands out, or not yet known."""
+    """What would make the training faster, by what the workers waited for. None: nothing, or not known yet."""
     checkpoint: str | None = None
     """Name of the newest checkpoint in checkpoints/."""
     updated_at: str

@@ -63,7 +63,10 @@ class Tally:
         skipped_in_a_row: Sequence[str] = (),
         say: Say,
     ) -> None:
-        """devices: whose memory is told, a drafter's first. load: asked once for each record. skipped, skipped_in_a_row: as Progress has them."""
+        """devices: whose memory is told, a drafter's first. load: asked once for each record.
+
+        skipped, skipped_in_a_row: as Progress has them.
+        """
         self.skipped, self.skipped_in_a_row = skipped, tuple(skipped_in_a_row)
         self._journal, self._devices, self._log_every, self._say = journal, devices, log_every, say
         self._load = load

@@ -7,7 +7,7 @@ config and data give the same losses, and a resumed run repeats the uninterrupte
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -251,6 +251,15 @@ def _train(
                 skipped_in_a_row=progress.skipped_in_a_row,
                 say=say,
             )
+
+            @contextlib.contextmanager
+            def aside() -> Generator[None]:
+                """What is no training: in no figure of speed, and no worker's waiting."""
+                with tally.paused(), replicas.paused():
+                    yield
+                for worker in workers:
+                    worker.clock.skip()
+
             journal.update(state="training")
             last_saved = progress.step if is_own else None
             if before and not is_own:
@@ -275,14 +284,14 @@ def _train(
                 if feed.measures_after(step) and not stop.is_set():
                     tally.settle()
                     figures.read()  # waits for the step, which is training, before what is none begins
-                    with tally.paused(), replicas.paused():
+                    with aside():
                         heldout_batches = islice(results, feed.heldout_batches)
                         measured = heldout_figures(replicas, heldout_batches, stop, late=replicas_count)
                 decoded = None
                 if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
                     tally.settle()
                     figures.read()
-                    with tally.paused(), replicas.paused():
+                    with aside():
                         decoded = decoder.measure(stop, watchdog.beat)
                 score = scores.score(measured, decoded) if scores else None
                 rows = feed.source(step)
@@ -299,7 +308,7 @@ def _train(
                     tally.settle()
                     # While steps are skipped nothing is learned, and an older checkpoint may be better.
                     if not tally.skipped_in_a_row:
-                        with tally.paused(), replicas.paused():
+                        with aside():
                             replicas.check()
                             saver.save(tally.noted(progress), score)
                         last_saved = step

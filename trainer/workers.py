@@ -17,6 +17,8 @@ from trainer.streams import Streams
 from trainer.tally import Load
 from trainer.target import TargetModel, load_target
 
+Reading = tuple[Busy, Busy]  # of a worker's device and of its thread
+
 ADVICE_SECONDS = 60.0  # that advice is made of, at least: a shorter stretch says little
 
 
@@ -89,7 +91,7 @@ class Meter:
 
     def load(self) -> Load:
         now = self._read()
-        since = {name: now[name] - self._told[name] for name in now}
+        since = self._between(self._told, now)
         self._told = now
         seconds = {
             name: WorkerSeconds(working=round(busy.working, 3), waiting=round(busy.total - busy.working, 3))
@@ -97,15 +99,19 @@ class Meter:
         }
         return Load(self._queues(), seconds, self._advise(now))
 
-    def _read(self) -> dict[str, Busy]:
+    def _read(self) -> dict[str, Reading]:
         threads = self._threads()
-        return {name: clock.read().split_like(threads[name]) for name, clock in self._clocks.items()}
+        return {name: (clock.read(), threads[name]) for name, clock in self._clocks.items()}
 
-    def _advise(self, now: Mapping[str, Busy]) -> str | None:
+    def _between(self, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> dict[str, Busy]:
+        pairs = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
+        return {name: device.split_like(thread) for name, (device, thread) in pairs.items()}
+
+    def _advise(self, now: Mapping[str, Reading]) -> str | None:
         """Of the last minute or more; until that is over what was said before."""
         if time.monotonic() - self._advised_at < ADVICE_SECONDS:
             return self._advice
-        stretch = {name: now[name] - self._advised[name] for name in now}
+        stretch = self._between(self._advised, now)
         self._advice = advice(
             [stretch[name] for name in self._targets],
             [stretch[name] for name in self._drafters],
@@ -114,5 +120,5 @@ class Meter:
             gpus=torch.cuda.device_count(),
             most_drafters=self._most_drafters,
         )
-        self._advised, self._advised_at = dict(now), time.monotonic()
+        self._advised, self._advised_at = now, time.monotonic()
         return self._advice
