@@ -122,6 +122,28 @@ def test_a_reader_that_races_the_writer_misses_nothing(tmp_path: Path, soak: boo
     assert len(logfile.parts(tmp_path)) > 1
 
 
+def test_what_was_written_just_before_a_rotation_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path / "log", 4, 9)
+    log.write(b"first\n")
+    reader = Reader(tmp_path, 0)
+    assert reader.read() == b"first\n"
+    look = logfile._stat
+
+    def meanwhile(path: Path) -> os.stat_result | None:
+        """Between the reader's look for more and its look at what `log` is, the part grows and is put aside."""
+        monkeypatch.setattr(logfile, "_stat", look)
+        with (tmp_path / "log").open("ab") as more:
+            more.write(b"late\n")
+        log._size += 5
+        log.write(b"next\n")
+        return look(path)
+
+    monkeypatch.setattr(logfile, "_stat", meanwhile)
+    assert (reader.read(), reader.read(), reader.read()) == (b"late\n", b"next\n", b"")
+    reader.close()
+    log.close()
+
+
 def test_a_log_of_an_earlier_version_is_one_part(tmp_path: Path) -> None:
     assert (logfile.end(tmp_path), text_from(tmp_path, 0), logfile.tail_offset(tmp_path, 3)) == (0, b"", 0)
     (tmp_path / "log").write_bytes(b"a\nb\n")

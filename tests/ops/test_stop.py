@@ -72,11 +72,11 @@ def test_stops_leave_nothing(box: LocalBox, card: Path, soak: bool) -> None:
         for label in ("child", "runaway", "stranger"):
             if label in shape:
                 box.trainer(folder, f"{label}.pid")
+        assert trainer in holders(card)
         if "stop it" in shape:
             os.kill(trainer, signal.SIGSTOP)
         if "kill it" in shape:
             os.kill(box.facts("run-a")["state"]["supervisor"]["pid"], signal.SIGKILL)
-        assert trainer in holders(card)
         group = box.facts("run-a")["state"]["cgroup"]
         code, reply = box.stop("run-a", grace=20 if shape in SHAPES[2:4] else 0.3)
         assert (code, reply["survivors"], reply["gpu"]["held"]) == (0, [], []), (shape, reply)
