@@ -3,6 +3,7 @@
 To be run on a machine with two GPUs: what needs both is skipped with one.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -218,3 +219,29 @@ def test_a_sharded_checkpoint_is_gone_on_from_by_others(
         restore(tmp_path / "step-00000003", fresh.state)
         here, there = ({name: tensor.cpu() for name, tensor in bits(one.state).items()} for one in (fresh, replicas))
         assert_same_bits(here, there)
+
+
+def test_a_replica_has_two_batches_on_its_gpu_at_most(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far ahead of it the host could be: each batch holds the memory of its features until it is learned."""
+    learners, begun, learn = learners_on(target, [0]), threading.Semaphore(0), Learner.learn
+
+    def counted(self: Learner, batch: FeatureBatch) -> None:
+        begun.release()
+        learn(self, batch)
+
+    monkeypatch.setattr(Learner, "learn", counted)
+    streams, batches = Streams([learners[0].device]), batches_of(target, learners, ROWS[0])
+    busy = torch.randn(8192, 8192, device="cuda:0")
+    torch.cuda.synchronize()
+    with streams.current(), Replicas(learners, streams=streams) as replicas:
+        for _ in range(300):  # seconds of work before the first batch's turn comes
+            busy = (busy @ busy).tanh()
+        ended = torch.cuda.Event()
+        ended.record()
+        for batch in batches[:3]:
+            replicas.learn(batch)
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60)
+        third = begun.acquire(timeout=0.1)
+        assert not ended.query() and not third
+        assert replicas.update(1e-3).read().finite
+        assert begun.acquire(timeout=60)
