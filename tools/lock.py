@@ -4,8 +4,8 @@
 
 What is wanted stands in pyproject.toml (the extras `trainer` and `data`, and the package's own dependencies that the
 trainer imports), which versions in constraints.txt; uv finds the rest. The same files give the same lock: uv takes its
-versions from the constraints, then from the lock that is there, and the hashes from the index. It holds for Linux and any
-Python from `requires-python` on; packages that only some of these need carry a marker.
+versions from the constraints, then from the lock that is there, and the hashes from the index. It holds for Linux and
+any Python from `requires-python` on; packages that only some of these need carry a marker.
 """
 
 import os
