@@ -3,6 +3,7 @@
 To be run on a machine with two GPUs: what needs both is skipped with one.
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint import at
+from test_draft import CONFIG
 from test_learner import document
 from test_replicas import assert_same_bits, bits
 from tiny_runs import silent
@@ -26,6 +28,7 @@ from trainer.feed import row_batch
 from trainer.learner import Figures, Learner, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
+from trainer.reduction import Reduction
 from trainer.replicas import Replicas
 from trainer.snapshot import HostCopy
 from trainer.start import TrainingError
@@ -245,3 +248,54 @@ def test_a_replica_has_two_batches_on_its_gpu_at_most(target: TargetModel, monke
         assert not ended.query() and not third
         assert replicas.update(1e-3).read().finite
         assert begun.acquire(timeout=60)
+
+
+@pytest.mark.parametrize("reduce", ["copies", "nccl"])
+@pytest.mark.parametrize(
+    "devices", [[0, 0, 0], pytest.param([0, 1], marks=two_gpus), pytest.param([1, 0, 1], marks=two_gpus)]
+)
+def test_sums_and_copies_are_those_of_the_host_whatever_the_gpus_still_have_to_do(
+    devices: list[int], reduce: Any
+) -> None:
+    """To the bit, with gradients that come late and memory that is used again at once: no order is left to chance."""
+    if reduce == "nccl" and len(set(devices)) < len(devices):
+        pytest.skip("nccl wants a GPU for each")
+    places = [torch.device("cuda", number) for number in devices]
+    torch.manual_seed(0)
+    fresh = DraftModel(CONFIG)
+    models = [copy.deepcopy(fresh).to(place) for place in places]
+    streams, reduction = Streams(places), Reduction(models, reduce)
+    drawn = [[[torch.randn(p.shape).pin_memory() for p in fresh.parameters()] for _ in places] for _ in range(6)]
+    busy = [torch.randn(2048, 2048, device=place) for place in places]
+    for place in places:
+        torch.cuda.synchronize(place)
+    seen: list[list[list[Tensor]]] = []
+    with streams.current():
+        reduction.prepare()
+        for gradients in drawn:
+            for number, (model, place) in enumerate(zip(models, places, strict=True)):
+                for _ in range(5 + 20 * number):  # some are late
+                    busy[number] = (busy[number] @ busy[number]).tanh()
+                one = busy[number][0, 0] * 0 + 1
+                for parameter, gradient in zip(model.parameters(), gradients[number], strict=True):
+                    parameter.grad = gradient.to(place, non_blocking=True) * one
+            reduction.sum_gradients(everywhere=True)
+            for owner, own in enumerate(reduction.shards):
+                for index in own:
+                    parameter = reduction.parameters[owner][index]
+                    assert parameter.grad is not None
+                    parameter.data.add_(parameter.grad)
+            reduction.spread_weights()
+            seen.append([[p.grad.clone() for p in model.parameters() if p.grad is not None] for model in models])
+            for model in models:
+                model.zero_grad(set_to_none=True)
+    for place in places:
+        torch.cuda.synchronize(place)
+    weights = [parameter.detach().clone() for parameter in fresh.parameters()]
+    for gradients, replicas in zip(drawn, seen, strict=True):
+        sums = [sum(parts[1:], parts[0]) for parts in zip(*gradients, strict=True)]
+        weights = [weight + total for weight, total in zip(weights, sums, strict=True)]
+        for replica in replicas:
+            assert all(torch.equal(got.cpu(), total) for got, total in zip(replica, sums, strict=True))
+    for model in models:
+        assert all(torch.equal(p.detach().cpu(), w) for p, w in zip(model.parameters(), weights, strict=True))
