@@ -60,6 +60,9 @@ def test_what_the_user_has_set_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_cache, "_used", [])
     monkeypatch.setenv(TRITON, str(tmp_path / "too"))
     assert use_compile_cache(silent) == tmp_path / "mine" and os.environ[TRITON] == str(tmp_path / "too")
+    monkeypatch.setattr(compile_cache, "_used", [])
+    monkeypatch.delenv(INDUCTOR)
+    assert use_compile_cache(silent) == shared_root() / key() and os.environ[TRITON] == str(tmp_path / "too")
 
 
 def test_what_torch_itself_has_set_does_not(tmp_path: Path) -> None:
