@@ -221,7 +221,7 @@ def test_after_the_warm_up_it_is_refused_instead(tmp_path: Path) -> None:
     assert done.returncode == 0 and "DONE" in done.stdout, done.stdout + done.stderr
     errors = done.stdout.splitlines()
     assert errors[0].startswith("forward RuntimeError Detected recompile when torch.compile stance is")
-    assert "expected 256, actual 384" in done.stdout  # the guard
+    assert "guard failure" in errors[1], done.stdout  # and then which
     assert "backward" not in done.stdout
 
 
