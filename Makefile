@@ -1,4 +1,4 @@
-# setup, check, test, soak, demo. Every target sets up what it needs; PYTHON and TORCH_INDEX may be given.
+# setup, check, test, soak, lock, demo. Every target sets up what it needs; PYTHON and TORCH_INDEX may be given.
 PYTHON ?= python3
 # Another package index for torch alone, e.g. the one that PyTorch's site names for your CUDA version or for the CPU.
 TORCH_INDEX ?=
@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
 
-.PHONY: setup check test soak demo clean
+.PHONY: setup check test soak lock demo clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -54,6 +54,9 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --soak
+
+lock: $(STAMP)
+	$(BIN)/python tools/lock.py
 
 demo: $(STAMP)
 	@$(BIN)/dflash-ops sandbox demo
