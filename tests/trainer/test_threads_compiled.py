@@ -94,16 +94,19 @@ def test_a_thread_that_traces_sees_so_and_its_module_while_others_call_compiled_
     compiled, plain = torch.compile(Two(), backend="eager", fullgraph=True), Two()
     x = torch.ones(1, 2)
     want, code = compiled(x), torch.fx.symbolic_trace(plain).code
-    start, done = threading.Barrier(3), threading.Event()
+    done, called = threading.Event(), [threading.Event(), threading.Event()]
     told: list[bool] = []
 
     class Traced(Two):
         def forward(self, x: Tensor) -> Tensor:
+            for event in called:
+                event.clear()
+            for event in called:  # by each of the others, while this one traces
+                assert event.wait(30)
             told.append(is_fx_symbolic_tracing())
             return super().forward(x)
 
     def trace() -> None:
-        start.wait(30)
         try:
             for _ in runs:
                 assert torch.fx.symbolic_trace(Traced()).code == code
@@ -111,12 +114,16 @@ def test_a_thread_that_traces_sees_so_and_its_module_while_others_call_compiled_
         finally:
             done.set()
 
-    def call() -> None:
-        start.wait(30)
-        while not done.is_set():
-            assert torch.equal(compiled(x), want) and not is_fx_symbolic_tracing()
+    def call(event: threading.Event) -> None:
+        try:
+            while not done.is_set():
+                assert torch.equal(compiled(x), want) and not is_fx_symbolic_tracing()
+                event.set()
+        finally:
+            done.set()
+            event.set()
 
-    raised(in_threads(trace, call, call))
+    raised(in_threads(trace, *(lambda event=event: call(event) for event in called)))
     assert told == [True] * len(runs)
 
 
