@@ -41,7 +41,6 @@ from trainer.streams import Streams
 Sharing = Literal["replicated", "sharded"]
 
 # An error, the worker's name, its device and the batch in its hands -> what to raise: the same, or what tells more.
-Instead = Callable[[Exception, str, torch.device, FeatureBatch], Exception]
 
 WAITING = 1  # batches that wait for a replica's thread
 AHEAD = 2  # batches that a GPU has at a time: one at work and one behind it. Each holds its features' memory
@@ -65,17 +64,16 @@ class Replicas:
         steps_done: int = 0,
         streams: Streams | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
-        instead: Instead = lambda error, worker, device, batch: error,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """check_every: steps between two proofs that the replicas are equal; 0: none. steps_done: before the first.
 
-        failed: gets the first error of a thread, in that thread, before the others stop. instead: says what to raise
-        instead of an error with a batch. beat: called, in any thread, whenever something is done. Raises ValueError for
+        failed: gets the first error of a thread, in that thread, before the others stop. beat: called, in any thread,
+        whenever something is done. Raises ValueError for
         NCCL where it can't be.
         """
         self.learners, self._streams = list(learners), streams or Streams([])
-        self._failed, self._instead, self._beat = failed, instead, beat
+        self._failed, self._beat = failed, beat
         self._sharded = optimizer == "sharded" and len(self.learners) > 1
         self._reduction = Reduction([learner.model for learner in self.learners], reduce)
         self._names = [name for name, _ in self.learners[0].model.named_parameters()]
@@ -272,16 +270,10 @@ class Replicas:
             worker.watch.turn("ended")
 
     def _learn(self, worker: Worker, learner: Learner, batch: FeatureBatch) -> None:
-        try:
-            batch = batch.received()
-            self.clocks[worker.name].start()
-            learner.learn(batch)
-            self.clocks[worker.name].end()
-        except Exception as error:
-            other = self._instead(error, worker.name, learner.device, batch)
-            if other is error:
-                raise
-            raise other from error
+        batch = batch.received()
+        self.clocks[worker.name].start()
+        learner.learn(batch)
+        self.clocks[worker.name].end()
 
     def _next(self, number: int) -> FeatureBatch | None:
         """Waits for a batch; None when there will be none."""

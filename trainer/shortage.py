@@ -7,7 +7,6 @@ import threading
 import torch
 
 from trainer.config import TrainConfig, micro_rows
-from trainer.features import FeatureBatch, RowBatch
 from trainer.layout import parse
 from trainer.memory import MIB, Part, memory, remedies, said
 from trainer.start import TrainingError
@@ -27,19 +26,12 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-def shapes_of(batch: RowBatch | FeatureBatch) -> str:
-    """A batch in words: what a worker had in its hands."""
-    rows = batch.rows if isinstance(batch, FeatureBatch) else batch
-    count, tokens = rows.ids_BS.shape
-    return f"{count} row{'s' if count > 1 else ''} of {tokens:,} tokens, {rows.anchors_BN.shape[1]:,} anchors each"
-
-
 def explain_shortage(
     error: BaseException, worker: str, device: torch.device | str, shapes: str, config: TrainConfig
 ) -> TrainingError:
     """What to raise instead of an error that is_shortage, from it.
 
-    worker: the thread's name, which begins with "target" or "drafter". shapes: see shapes_of.
+    worker: the thread's name, which begins with "target" or "drafter". shapes: of what it had in its hands, in words.
     """
     place = str(torch.device(device))
     place = "cuda:0" if place == "cuda" else place

@@ -18,7 +18,6 @@ from trainer.features import FeatureBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.replicas import Replicas
-from trainer.start import TrainingError
 from trainer.target import TargetModel, load_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,24 +56,6 @@ def test_the_first_error_of_any_replica_is_raised_with_its_traceback_and_place(
     assert own.__notes__ == [f"raised in the worker drafter-{failing} (cpu)"]
     assert "broken" in [frame.name for frame in traceback.extract_tb(own.__traceback__)]
     assert workers_left() == [] and replicas.left_behind == []
-
-
-def test_an_error_may_be_replaced_by_one_that_tells_more(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    learners, short, told = learners_of(target, 2), torch.OutOfMemoryError("tried"), list[BaseException]()
-    given_batch, other = batch_of(target, learners[0], ROWS[:1], 1), TrainingError("lower train.micro_rows")
-
-    def broken(batch: FeatureBatch) -> None:
-        raise short
-
-    def instead(error: Exception, worker: str, device: torch.device, batch: FeatureBatch) -> Exception:
-        assert (error, worker, device) == (short, "drafter-1", CPU) and batch is given_batch
-        return other
-
-    monkeypatch.setattr(learners[1], "learn", broken)
-    with pytest.raises(TrainingError) as raised, Replicas(learners, failed=told.append, instead=instead) as replicas:
-        replicas.learn(given_batch)
-        replicas.update(1e-2)
-    assert raised.value is other and other.__cause__ is short and told == [other]
 
 
 def test_what_fails_because_all_is_stopping_is_not_told(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny import tiny_toml
 
 from trainer.config import TrainConfig, load
-from trainer.data import Document, make_row
-from trainer.feed import row_batch
-from trainer.shortage import explain_shortage, is_shortage, shapes_of
+from trainer.shortage import explain_shortage, is_shortage
 
 # As torch 2.11 says it on a GPU.
 GPU = (
@@ -96,9 +93,3 @@ def test_the_real_error_of_a_cpu_is_one(tmp_path: Path) -> None:
 )
 def test_other_errors_are_none(error: Exception, short: bool) -> None:
     assert is_shortage(error) == short
-
-
-def test_a_batch_in_words() -> None:
-    rows = [make_row(n, [Document(np.arange(1200), np.ones(1200, dtype=bool))], 1280) for n in range(2)]
-    assert shapes_of(row_batch(rows, 16, 0)) == "2 rows of 1,280 tokens, 16 anchors each"
-    assert shapes_of(row_batch(rows[:1], 16, 0)) == "1 row of 1,280 tokens, 16 anchors each"
