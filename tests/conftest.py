@@ -54,7 +54,7 @@ def share(soak: bool, request: pytest.FixtureRequest) -> Callable[[list], list]:
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting of the person who runs the tests reaches them."""
-    for name in ("DFLASH_OPS_INVENTORY", "DFLASH_OPS_SANDBOX", "DFLASH_OPS_TARGET", "SSH_AUTH_SOCK"):
+    for name in ("DFLASH_OPS_INVENTORY", "DFLASH_OPS_SANDBOX", "DFLASH_OPS_TARGET", "DFLASH_SHARED", "SSH_AUTH_SOCK"):
         monkeypatch.delenv(name, raising=False)
 
 
