@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +95,8 @@ def send(url: str, message: dict[str, Any]) -> str:
     """What went wrong, without the URL, which may hold a token; empty when it was taken."""
     if not is_webhook(url):
         return _by_apprise(url, message)
+    import urllib.request  # here, since every start and every supervisor imports this file
+
     problem = ""
     for tried in range(_TRIES):
         time.sleep(tried)

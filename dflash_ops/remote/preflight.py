@@ -56,20 +56,22 @@ def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
             f"nvidia-smi in the container shows {has}",
             "correct --gpus, `gpus` in the inventory, or what the host passes in (dev0: /dev/nvidia0 ...)",
         )
-    found: list[Fault] = []
+    found: list[tuple[Fault, bool]] = []
 
-    def free() -> bool:
+    def settled() -> bool:
         found[:] = _taken(path, wanted, gpuproof.look())
-        return not found
+        return not found or found[0][1]
 
     # What has just been ended may still be on the driver's books.
-    if not processes.wait_until(free, _FREE_SECONDS, 0.3, lambda left: beat("waiting for the GPU's memory", left)):
-        raise found[0]
+    processes.wait_until(settled, _FREE_SECONDS, 0.3, lambda left: beat("waiting for the GPU's memory", left))
+    if found:
+        raise found[0][0]
     return []
 
 
-def _taken(path: Path, wanted: list[int] | None, picture: gpuproof.Picture) -> list[Fault]:
-    """Who uses the wanted cards, other than runs that live: for those there are locks."""
+def _taken(path: Path, wanted: list[int] | None, picture: gpuproof.Picture) -> list[tuple[Fault, bool]]:
+    """Who uses the wanted cards, other than runs that live: for those there are locks. With it, whether that is a
+    process that lives, so that waiting is in vain."""
     ours = _pids_of_live_runs(path)
     for card in picture.cards:
         if wanted is not None and card.index not in wanted:
@@ -77,16 +79,18 @@ def _taken(path: Path, wanted: list[int] | None, picture: gpuproof.Picture) -> l
         for uuid, pid, mib in picture.charges:
             if uuid != card.uuid or pid in ours:
                 continue
-            command = processes.command(pid)[:80] or "which is gone; a child of it keeps the memory"
-            why = f"process {pid} ({command}) of no run uses {mib or 0:.0f} MiB"
+            command = processes.command(pid)[:80]
+            who = f"process {pid} ({command or 'which is gone; a child of it keeps the memory'})"
+            why = f"{who} of no run uses {mib or 0:.0f} MiB"
             advice = "dflash-ops train list --all; or --share-gpus"
-            return [Fault("busy", f"GPU {card.index} is taken", why, advice)]
+            return [(Fault("busy", f"GPU {card.index} is taken", why, advice), bool(command))]
         own = sum(mib or 0.0 for uuid, _, mib in picture.charges if uuid == card.uuid)
         if wanted is not None and card.used is not None and card.total:
             others = card.used - own
             if others > _TAKEN_SHARE * card.total:
                 why = f"{others:.0f} of its {card.total:.0f} MiB are in use, by nobody in this container"
-                return [Fault("busy", f"GPU {card.index} is taken", why, "dflash-ops gpu-status; or --share-gpus")]
+                advice = "dflash-ops gpu-status; or --share-gpus"
+                return [(Fault("busy", f"GPU {card.index} is taken", why, advice), False)]
     return []
 
 

@@ -11,7 +11,7 @@ from stand_in import retry_until
 
 from dflash_ops import deploy, render_runs, source, stops, train
 from dflash_ops.command import Command, Container
-from dflash_ops.errors import NotFoundError, OpsError
+from dflash_ops.errors import BusyError, NotFoundError, OpsError
 from dflash_ops.runs import RunProcess, StartRequest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
@@ -79,8 +79,6 @@ def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container
     listed = json.loads(cli("train", "list", "--all", "--json").stdout)
     assert [it["id"] for it in listed["runs"]] == [run.id]
     assert {it["name"]: len(it["processes"]) for it in listed["sessions"]} == {"hand": 4, "hand-2": 4}
-    table = cli("train", "list", "--all").stdout.decode()
-    assert "hand-2" in table and "by_hand.py" in table and run.id in table
     before = by_hand(shell, place)
     done = cli("train", "stop", "--session", "hand", "--grace", "0.3", "--json")
     ended = json.loads(done.stdout)
@@ -91,43 +89,51 @@ def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container
     after = train.list_all(shell, place)
     assert [(it.name, len(it.processes)) for it in after.sessions] == [("hand-2", 4)]
     assert train.status(shell, place, run.id).state.live
-    for name in ("hand", "han"):
-        missing = cli("train", "stop", "--session", name)
-        assert missing.returncode == 8 and b"tmux has: hand-2" in missing.stderr
+    missing = cli("train", "stop", "--session", "han")
+    assert missing.returncode == 8 and b"tmux has: hand-2" in missing.stderr
     # Its processes hear SIGTERM: nothing has to be killed, and the prompt goes with the session.
     last = train.stop_session(shell, place, "hand-2", grace=20)
     assert (last.killed, len(last.ended)) == ((), 4)
     assert by_hand(shell, place) == 0
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="tmux has: none"):
         train.stop_session(shell, place, "hand-2")
 
 
-def test_a_gpu_process_of_no_run_is_shown_and_no_start_takes_its_gpu(
-    place: Container, cli: Cli, shell: Shell, tmp_path: Path
-) -> None:
+def test_a_tmux_server_that_was_started_in_a_session_lives_on(place: Container, shell: Shell) -> None:
+    """It carries the session's mark in its environment, and holds other sessions."""
+    begin(shell, place, "hand")
+    line = "tmux -L other new-session -d -s inner sleep 1000"
+    inside(shell, place, "tmux", "-L", "default", "new-window", "-t", "=hand:", f"{line}; sleep 1000")
+    listed = retry_until(lambda: shell.run(place, Command(("tmux", "-L", "other", "ls"))).out)
+    try:
+        train.stop_session(shell, place, "hand", grace=0.3)
+        assert inside(shell, place, "tmux", "-L", "other", "ls") == listed
+    finally:
+        shell.run(place, Command(("tmux", "-L", "other", "kill-server")))
+
+
+def test_a_gpu_process_of_no_run_is_shown_and_no_start_takes_its_gpu(place: Container, shell: Shell) -> None:
     # The sandbox gives a GPU to whoever has a run's id; this one's is of no run of this folder, as from another tool.
-    held = Command(
-        ("setsid", "env", "DFLASH_RUN_ID=x", "CUDA_VISIBLE_DEVICES=1", place.python, f"{place.path}/by_hand.py"),
-    )
-    words = " ".join(held.argv)
-    pid = inside(shell, place, "sh", "-c", f"{words} >/dev/null 2>&1 </dev/null & echo $!").decode().strip()
+    held = ("setsid", "env", "DFLASH_RUN_ID=x", "CUDA_VISIBLE_DEVICES=1", place.python, f"{place.path}/by_hand.py")
+    words = f"{' '.join(held)} >/dev/null 2>&1 </dev/null & echo $!"
+    pid = inside(shell, place, "sh", "-c", words).decode().strip()
     found = retry_until(lambda: train.list_all(shell, place).gpu_processes)
     assert {it.gpus for it in found} == {(1,)} and sum(it.used_mib or 0 for it in found) == 1542.0
-    (tmp_path / "c.toml").write_text("")
-    refused = cli("train", "start", str(tmp_path / "c.toml"), "--gpus", "1")
-    assert refused.returncode == 7 and b"of no run uses 1542 MiB" in refused.stderr
-    assert b"no run and no session owns" in cli("train", "list", "--all").stdout
-    inside(shell, place, "kill", *{str(it.pid) for it in found} | {pid})
+    with pytest.raises(BusyError, match=r"GPU 1 is taken.*of no run uses 1542 MiB"):
+        train.start(shell, place, StartRequest("a", "", "c.toml", gpus=(1,)))
+    inside(shell, place, "kill", *{str(it.pid) for it in train.list_all(shell, place).gpu_processes} | {pid})
     retry_until(lambda: not train.list_all(shell, place).gpu_processes)
 
 
-def test_nothing_by_hand(place: Container, cli: Cli) -> None:
-    assert b"no tmux session of the default server" in cli("train", "list", "--all").stdout
-    listed = json.loads(cli("train", "list", "--all", "--json").stdout)
-    assert (listed["schema_version"], listed["sessions"], listed["gpu_processes"]) == (1, [], [])
-    done = cli("train", "stop", "--session", "x")
-    assert done.returncode == 8 and b"tmux has: none" in done.stderr
-    assert cli("train", "stop", "a", "--session", "x").returncode == 2
+def test_the_table_of_what_runs_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    render_runs.show_by_hand(stops.Listing((), (), ()))
+    assert "no tmux session of the default server" in capsys.readouterr().out
+    trainer = stops.HandProcess(7, "S", "/opt/venv/bin/python train.py", 90.0, (1,), 1542.0)
+    prompt = stops.HandProcess(6, "S", "bash", 95.0, (), None)
+    hand = stops.Session("hand", "2026-11-29T12:00:00Z", True, (prompt, trainer))
+    render_runs.show_by_hand(stops.Listing((), (hand,), (trainer,)))
+    shown = capsys.readouterr().out
+    assert "python train.py" in shown and "--session NAME" in shown and "1542" in shown and "1 m 30 s" in shown
 
 
 SURVIVOR = RunProcess(7, "D", "nvidia_ioctl", "python train.py")

@@ -111,33 +111,7 @@ def test_no_gpus_and_none_declared_are_two_things(box: Box, gpus: list[int] | No
     assert found == ([] if visible is None else [visible])
 
 
-# -- stop leaves nothing, and touches nothing else
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param("child = yes\nrunaway = yes\nsetsid = yes\nsigterm = ignored", id="all at once"),
-        pytest.param("runaway = yes", id="a runaway outlives a clean end"),
-        pytest.param("child = yes\nsigterm = ignored", id="deaf"),
-    ],
-)
-def test_stop_ends_the_whole_tree_and_no_other_run(box: Box, config: str) -> None:
-    other = box.start("run-ab", "child = yes\nrunaway = yes")
-    folder = box.start("run-a", config)
-    for label in ("child", "runaway"):
-        if label in config:
-            box.trainer(folder, f"{label}.pid")
-    beside = {box.trainer(other, label) for label in ("trainer.pid", "child.pid", "runaway.pid")}
-    code, reply = box.stop("run-a", grace=0.5 if "ignored" in config else 20)
-    assert code == 0
-    assert reply["survivors"] == []
-    assert carriers(folder.name) == []
-    assert bool(reply["killed"]) == ("ignored" in config)
-    assert all(exists(pid) for pid in beside)
-    assert box.facts("run-ab")["supervisor_alive"]
-    sessions = subprocess.run(["tmux", "-L", "dflash", "ls"], capture_output=True, check=True).stdout
-    assert b"dflash-run-ab:" in sessions
+# -- stop: more of it in test_stop.py
 
 
 def test_a_stopped_process_is_no_obstacle(box: Box) -> None:
@@ -178,27 +152,6 @@ def test_which_of_two(box: Box) -> None:
     code, reply = box.stop()
     assert (code, reply["kind"]) == (7, "busy")
     assert "a-" in reply["why"] and "b-" in reply["why"]
-
-
-def test_a_reused_pid_is_never_signalled(box: Box) -> None:
-    folder = box.start("a")
-    box.trainer(folder)
-    box.stop()
-    with subprocess.Popen(["sleep", "100"]) as stranger:
-        try:
-            state = json.loads((folder / "state.json").read_text())
-            for who in ("supervisor", "child"):
-                state[who]["pid"] = stranger.pid  # as if the kernel had given the number away again
-            (folder / "state.json").write_text(json.dumps(state))
-            (folder / "exit.json").unlink()
-            assert box.stop("a", grace=0.1)[0] == 8
-            process = processes.read(stranger.pid)
-            assert process is not None
-            forged = processes.Process(process.pid, process.start - 1, process.parent, process.group, process.state)
-            assert not processes.send(forged, signal.SIGKILL)
-            assert stranger.poll() is None
-        finally:
-            stranger.kill()
 
 
 # -- crashes

@@ -377,8 +377,6 @@ def test_start_and_wait_end_with_the_runs_own_code(place: Container, cli: Cli, t
     waited = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--json")
     ended = json.loads(waited.stdout)
     assert (waited.returncode, ended["run"]["state"], ended["run"]["code"]) == (42, "failed", 42)
-    both = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--follow")
-    assert both.returncode == 42 and b"step 2" in both.stdout
     lines = [json.loads(line) for line in cli("train", "logs", "--json").stdout.splitlines()]
     assert [it["line"] for it in lines[:-1]] == ["step 1 ", "step 2 "]
     assert {it["schema_version"] for it in lines} == {1} and lines[-1]["run"]["exit_code"] == 100
@@ -393,12 +391,12 @@ def test_a_broken_link_does_not_hide_what_a_stop_did(place: Container, shell: Sh
         def hear(doing: str, left: int) -> None:
             heard.append((doing, left))
 
-        stopping = pool.submit(train.stop, other, far, run.id, grace=3, on_wait=hear)
+        stopping = pool.submit(train.stop, other, far, run.id, grace=0.4, on_wait=hear)
         retry_until(lambda: heard)
         proxy.cut()
         stopped = stopping.result(60)
     assert (stopped.run.state, stopped.survivors, stopped.gpu.back) == (RunState.STOPPED, (), True)
-    assert run.id in heard[0][0] and 0 < heard[0][1] <= 3
+    assert run.id in heard[0][0] and heard[0][1] <= 1
 
 
 def test_silence_is_given_up(place: Container, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +447,7 @@ def test_a_stop_touches_no_other_container_and_not_the_host(
         assert len(train.status(shell, other, theirs.id).processes) == 3
 
 
-def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, cli: Cli, shell: Shell) -> None:
+def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, shell: Shell) -> None:
     """Trainer and supervisor are killed; who holds the GPU has nothing that tells of the run, not even a group."""
     run = begin(shell, place, config="sigterm = ignored\npause = 100\nstranger = yes", gpus=(0,))
     stranger = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/stranger.pid").decode().strip()
@@ -464,10 +462,11 @@ def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, 
         OpsError, match=rf"GPU memory is not back.*GPU 0: 1551 MiB in use, held by {stranger} \(sleep 1000"
     ):
         stops.stopped(shell.run(place, bundle.command(place.python, "stop", parameters)))
-    refused = cli("train", "start", "/dev/null", "--gpus", "0")
-    assert refused.returncode == 7 and b"of no run uses 1542 MiB" in refused.stderr
+    with pytest.raises(BusyError, match=r"which is gone; a child of it keeps the memory\) of no run uses 1542 MiB"):
+        train.start(shell, place, StartRequest("b", "", "c.toml", gpus=(0,)))
     inside(shell, place, "kill", "-9", stranger)
-    retry_until(lambda: cli("train", "stop", run.id).returncode == 8)
+    with pytest.raises(NotFoundError):
+        train.stop(shell, place, run.id)
 
 
 def test_ctrl_c_leaves_the_log_and_the_run_goes_on(place: Container, cli: Cli, shell: Shell) -> None:
