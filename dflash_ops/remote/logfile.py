@@ -187,8 +187,6 @@ class Reader:
             path = self._folder / "log"
             current = _stat(path)
             rotated = parts(self._folder)
-            if not _same(current, _stat(path)):
-                continue  # rotated between the looks: what `log` is would be a guess
             begin = rotated[-1][1] if rotated else 0
             for first, last, part in rotated:
                 if last > self.offset:
@@ -202,6 +200,7 @@ class Reader:
                 continue
             fcntl.flock(file, fcntl.LOCK_SH)
             state = os.fstat(file.fileno())
+            # Given up meanwhile, or `log` is another one than before the parts were listed: then its begin is a guess.
             if state.st_nlink and (path.name != "log" or _same(state, current)):
                 self._file, self._begin = file, begin
                 return

@@ -144,6 +144,25 @@ def test_what_was_written_just_before_a_rotation_is_read(tmp_path: Path, monkeyp
     log.close()
 
 
+def test_a_rotation_while_a_reader_opens_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path / "log", 4, 9)
+    log.write(b"first\n")
+    list_parts = logfile.parts
+
+    def meanwhile(folder: Path) -> list[tuple[int, int, Path]]:
+        """The log is put aside behind the look at its parts."""
+        listed = list_parts(folder)
+        monkeypatch.setattr(logfile, "parts", list_parts)
+        log.write(b"second\n")
+        return listed
+
+    for look in (lambda: text_from(tmp_path, 0), lambda: text_from(tmp_path, 6), lambda: str(logfile.end(tmp_path))):
+        monkeypatch.setattr(logfile, "parts", meanwhile)
+        got = look()
+        assert got in (b"first\nsecond\n", b"second\nsecond\n", str(log.end)), got
+    log.close()
+
+
 def test_a_log_of_an_earlier_version_is_one_part(tmp_path: Path) -> None:
     assert (logfile.end(tmp_path), text_from(tmp_path, 0), logfile.tail_offset(tmp_path, 3)) == (0, b"", 0)
     (tmp_path / "log").write_bytes(b"a\nb\n")
