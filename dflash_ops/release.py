@@ -9,12 +9,13 @@ import posixpath
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
-
-import pathspec
+from typing import TYPE_CHECKING, Any
 
 from dflash_ops.errors import ConfigError, PreflightError
 from dflash_ops.remote.releases import MANIFEST, canonical, is_inside
+
+if TYPE_CHECKING:
+    import pathspec
 
 SCHEMA_VERSION = 1
 IGNORE_FILE = ".dflashignore"
@@ -114,6 +115,8 @@ def select(
     ignore: the lines of a .dflashignore (gitignore's patterns); what they match is not sent, and not told. include:
     patterns that name what else would be left out. ConfigError for a line that is no pattern.
     """
+    import pathspec  # here, as a deploy connects meanwhile
+
     ignored = _patterns(list(ignore), lambda number: f"{IGNORE_FILE}, line {number}")
     included = _patterns(list(include), lambda number: "--include")
     never = pathspec.GitIgnoreSpec.from_lines(_NEVER)
@@ -131,7 +134,9 @@ def select(
     return sent, left_out
 
 
-def _patterns(lines: list[str], where: Callable[[int], str]) -> pathspec.GitIgnoreSpec:
+def _patterns(lines: list[str], where: Callable[[int], str]) -> "pathspec.GitIgnoreSpec":
+    import pathspec
+
     for number, line in enumerate(lines, 1):
         try:
             pathspec.GitIgnoreSpec.from_lines([line])

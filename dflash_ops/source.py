@@ -11,8 +11,6 @@ import hashlib
 import os
 import shlex
 import stat
-import tarfile
-import tempfile
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -111,6 +109,8 @@ def read(shell: Shell, source: Source) -> Reading:
 @contextlib.contextmanager
 def temporary_file() -> Generator[BinaryIO, None, None]:
     """A file without a name: nothing is left of it, whatever ends this process."""
+    import tempfile
+
     try:
         file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
     except OSError as error:
@@ -134,6 +134,8 @@ def archive_size(files: Iterable[FileEntry]) -> int:
 def write_archive(files: Iterable[FileEntry], root: Path, file: Writable) -> None:
     """Writes the contents of these files as a tar file, each named by its sha256. SourceChanged when one is not what
     the manifest says; PreflightError when the disk is full."""
+    import tarfile  # here, as a deploy connects meanwhile
+
     try:
         # GNU's format carries sizes beyond 8 GiB.
         with tarfile.open(
@@ -188,6 +190,8 @@ def sha256_of(file: BinaryIO) -> tuple[int, str]:
 
 def _not_written(error: OSError) -> OpsError:
     """Why there is no archive on this machine."""
+    import tempfile
+
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         next = "free some space there, or let TMPDIR name another folder"

@@ -20,6 +20,8 @@ from dflash_ops.remote.answers import Fault
 
 _CHUNK = 1 << 20
 _MODE_OF_FOLDERS = 0o555
+# So many places of one content are remembered, should the first have vanished.
+_PLACES = 4
 
 
 class Readable(Protocol):
@@ -123,7 +125,16 @@ class Build:
         self._got.add(sha)
 
     def fill(self) -> list[str]:
-        """Puts every file in its place. Gives what is still lacking, empty when the release is whole."""
+        """Puts every file in its place and checks them all. Gives what is still lacking, empty when the release is
+        whole."""
+        self.place_known()
+        if self.lacking():
+            return self.lacking()
+        self._drop_what_differs()
+        return self.lacking()
+
+    def place_known(self) -> None:
+        """Puts in its place what is there already; `fill` does the rest."""
         self.folder.mkdir(mode=0o755, exist_ok=True)
         for name in self._folders:
             os.makedirs(self.folder / name, mode=0o755, exist_ok=True)
@@ -139,10 +150,6 @@ class Build:
                 self._done.add(name)
             elif self._place(file, target):
                 self._done.add(name)
-        if self.lacking():
-            return self.lacking()
-        self._drop_what_differs()
-        return self.lacking()
 
     def finish(self, release: str, record: dict[str, Any]) -> None:
         """Gives the release its name: from then on it is there, whole, on the disk and read-only."""
@@ -260,7 +267,9 @@ def contents(path: Path, wanted: dict[str, int]) -> dict[str, list[Path]]:
         for file in files:
             sha = file.get("sha256")
             if sha in wanted and file.get("link") is None and releases.is_inside(str(file.get("path"))):
-                found.setdefault(sha, []).append(folder / str(file["path"]))
+                places = found.setdefault(sha, [])
+                if len(places) < _PLACES:
+                    places.append(folder / str(file["path"]))
     return found
 
 

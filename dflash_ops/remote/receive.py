@@ -65,6 +65,7 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         _room(path, lacking=release.lacking(), copied=release.copied()) as part,
     ):
         lacking: list[str] = []
+        release.place_known()  # while the archive is on its way
         for _ in range(_TRIES):
             request = talk.hear()
             if request is None:
@@ -95,8 +96,9 @@ def _unpack(release: build.Build, talk: Talk, part: Path, request: dict[str, Any
 
 def _live_runs(path: Path) -> list[dict[str, str]]:
     """The runs that go on, each with the release that it started with."""
-    if not (path / "runs").is_dir():
-        return []
+    with contextlib.suppress(FileNotFoundError), os.scandir(path / "runs") as entries:
+        if next(entries, None) is None:
+            return []
     from dflash_ops.remote import rundir
 
     live = rundir.live_runs(path)

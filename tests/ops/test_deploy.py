@@ -20,6 +20,7 @@ from dflash_ops.sandbox.session import HOME
 from dflash_ops.sending import Via, push_complaint
 from dflash_ops.shell import Shell
 from dflash_ops.source import Source, SourceChanged
+from dflash_ops.staging import staging
 
 ODD = os.fsdecode(b"odd \xff\n'name")
 
@@ -262,6 +263,15 @@ def test_two_deploys_at_once(shell: Shell, box: Box, source: Source, monkeypatch
 
     done = verbs.deploy(shell, container, source, way=Meanwhile())
     assert [item.id for item in verbs.releases(shell, container).releases] == [done.release]
+
+
+def test_what_a_killed_host_left_is_gone_after_the_next_push(shell: Shell, box: Box, source: Source) -> None:
+    """A staging folder that nobody holds any more; one that somebody does stays."""
+    with staging(shell, box.host) as held:
+        shell.run(box.host, Command(("mkdir", "/var/tmp/dflash-ops-stage-old")), check=True)
+        verbs.deploy(shell, box.container, source)
+        stages = shell.run(box.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")))
+        assert stages.out.decode() == f"{held}\n"
 
 
 def test_pcts_own_lock_is_waited_for(shell: Shell, box: Box, source: Source) -> None:

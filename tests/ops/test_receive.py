@@ -119,7 +119,7 @@ class Receiver:
         return result.code, json.loads(result.out)
 
     def leftovers(self) -> list[str]:
-        found = [*(self.path / "incoming").iterdir(), *self.path.glob(".current-*")]
+        found = [*self.path.glob("incoming/*"), *self.path.glob(".current-*")]
         found += (self.path / "releases").glob("*.tmp-*")
         return [str(each) for each in found]
 
@@ -138,7 +138,7 @@ def made(shell: Shell, tmp_path: Path) -> Callable[[int], tuple[Release, Path]]:
         (folder / "trainer").mkdir(parents=True)
         (folder / "empty" / "deep").mkdir(parents=True)
         (folder / "trainer" / "a.py").write_text(f"version = {version}\n" * 1000)
-        (folder / "trainer" / "same.py").write_text("the same always\n")
+        (folder / "trainer" / "same.py").write_text("the same always\n" * 3000)
         (folder / f"only{version}.py").write_text(f"{version}")
         (folder / "trainer" / os.fsdecode(b"odd\xff")).write_text("")
         (folder / "run.sh").write_text("#!/bin/sh\n")
@@ -201,15 +201,28 @@ def test_another_mode_is_a_copy(receiver: Receiver, made) -> None:
     reading = read(receiver.shell, Source(second[1]))
     second = (Release(second[0].created_at, None, reading.manifest), second[1])
     assert receiver.deploy(*second)[0] == 0
+    assert len(receiver.sent) == 1  # it was not linked, found to differ, and asked for again
     one, two = (receiver.path / "releases" / release.id / "trainer" / "same.py" for release, _ in (first, second))
     assert not shared(one, two)
     assert [place.stat().st_mode & 0o777 for place in (one, two)] == [0o444, 0o555]
 
 
-@pytest.mark.parametrize("harm", ["removed", "changed", "changed, another mode wanted", "a link now"])
+@pytest.mark.parametrize(
+    ("harm", "meanwhile", "archives"),
+    [
+        ("removed", False, [3]),
+        ("a link now", False, [3]),
+        ("changed", False, [2, 1]),
+        ("changed", True, [2, 1]),
+        ("changed, another mode wanted", False, [2, 1]),
+        ("removed", True, None),  # what was linked by then is safe
+    ],
+)
 @pytest.mark.parametrize("via", ["push", "stream"])
-def test_content_that_is_not_what_it_was_is_asked_for_again(receiver: Receiver, made, harm: str, via: str) -> None:
-    """Between the answer of what is there and its use."""
+def test_content_that_is_not_what_it_was_is_sent(
+    receiver: Receiver, made, harm: str, meanwhile: bool, archives: list[int] | None, via: str
+) -> None:
+    """Of what an earlier release's manifest promises: gone already, found to differ when used, or harmed after that."""
     first, second = made(1), made(2)
     receiver.deploy(*first)
     if "another mode" in harm:
@@ -217,23 +230,26 @@ def test_content_that_is_not_what_it_was_is_asked_for_again(receiver: Receiver, 
         reading = read(receiver.shell, Source(second[1]))
         second = (Release(second[0].created_at, None, reading.manifest), second[1])
     place = receiver.path / "releases" / first[0].id / "trainer" / "same.py"
+    place.parent.chmod(0o755)
 
-    def meanwhile() -> None:
-        place.parent.chmod(0o755)
+    def do_harm() -> None:
         match harm.split(",")[0]:
             case "removed":
                 place.unlink(missing_ok=True)
             case "changed":
                 place.chmod(0o644)
-                place.write_text("the same ALWAYS\n")
+                place.write_text("the same ALWAYS\n" * 3000)
                 place.chmod(0o444)
             case _:
                 place.unlink()
                 place.symlink_to("a.py")
 
-    code, done = receiver.deploy(*second, meanwhile=meanwhile, via=via)
+    if not meanwhile:
+        do_harm()
+    code, done = receiver.deploy(*second, meanwhile=do_harm if meanwhile else lambda: None, via=via)
     assert code == 0 and done and done["event"] == "done"
-    assert [len(names) for names in receiver.sent] == [2, 1] and receiver.sent[1] == ["trainer/same.py"]
+    if archives is not None:
+        assert [len(names) for names in receiver.sent] == archives and "trainer/same.py" in receiver.sent[-1]
     releases.verify(receiver.path / "current", second[0].id)
     assert receiver.leftovers() == []
 
@@ -412,6 +428,7 @@ def test_rollback_refuses_a_release_that_is_not_whole(receiver: Receiver, made, 
 
 
 def test_one_at_a_time_and_the_loser_is_told_who(receiver: Receiver, made, shell: Shell) -> None:
+    receiver.deploy(*made(0))
     with shell.converse(Local(), receiver.command("deploy", **DEPLOY)) as talk:
         assert json.loads(talk.hear() or b"")["event"] == "hello"
         talk.say(b'{"files": [], "folders": []}\n')
@@ -493,26 +510,32 @@ def test_prune_keeps_what_is_needed(receiver: Receiver, made) -> None:
     assert releases.names(receiver.path) == [ids[1], ids[3], ids[4]]
     for name in releases.names(receiver.path):  # what they shared with the others is theirs alone now
         releases.verify(receiver.path / "releases" / name, name)
-    # Three files of each were its own; the last of an inode frees it.
-    assert 0 < done["freed_bytes"] < 5 * made_ones[0][0].manifest.size
+    # a.py, only<n>.py and the manifest of each were its own; same.py is larger than all of them, and stays.
+    assert 3 * 12_000 < done["freed_bytes"] < 3 * 15_000
     assert receiver.ask("prune", keep=2, dry_run=False)[1]["removed"] == []
     assert receiver.leftovers() == []
 
 
-def test_prune_killed_half_way_leaves_no_half_release(receiver: Receiver, made, share) -> None:
+def test_prune_killed_half_way_leaves_no_half_release(receiver: Receiver, made, share, tmp_path: Path) -> None:
     for number in range(3):
         receiver.deploy(*made(number))
-    before = releases.names(receiver.path)
-    codes: list[int] = []
-    for at in share(list(range(70))):
-        codes.append(receiver.shell.run(Local(), receiver.command("prune", at, keep=0, dry_run=False)).code)
+    before, names = tmp_path / "before", releases.names(receiver.path)
+    shutil.copytree(receiver.path, before, symlinks=True)
+    command = receiver.command("prune", 10_000, keep=0, dry_run=False)
+    steps = receiver.shell.run(Local(), command).err.decode().split()
+    removals = [at for at, step in enumerate(steps) if step in ("os.rename", "os.remove", "os.rmdir", "os.chmod")]
+    assert len(removals) > 20
+    for at in sorted({removals[0], removals[4], removals[-1], *share(removals)}):
+        releases.remove(receiver.path)
+        shutil.copytree(before, receiver.path, symlinks=True)
+        assert receiver.shell.run(Local(), receiver.command("prune", at, keep=0, dry_run=False)).code == 137
         left = releases.names(receiver.path)
-        assert left[-1] == before[-1] and set(left) <= set(before)
+        assert left[-1] == names[-1] and set(left) <= set(names)
         for name in left:
             releases.verify(receiver.path / "releases" / name, name)
-    assert set(codes) == {0, 137}
-    assert receiver.deploy(*made(4))[0] == 0
-    assert receiver.leftovers() == []
+        if at == removals[4]:
+            assert receiver.deploy(*made(9))[0] == 0
+            assert receiver.leftovers() == []
 
 
 def test_a_release_of_an_earlier_version_is_taken_as_it_is(receiver: Receiver, made) -> None:
