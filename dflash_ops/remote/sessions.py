@@ -52,11 +52,13 @@ def listing(path: Path) -> dict[str, Any]:
         described = [_described(process, holders, charges) for process in members]
         shown = {key: session[key] for key in ("name", "created_at", "attached")}
         sessions.append({**shown, "processes": described})
+    # An open device without a charge is a monitor's; but where the charged one is dead it may be its heir's, and where
+    # nobody is charged the driver does not tell.
+    all_count = not charges or any(processes.read(pid) is None for pid in charges)
     others = [
         _described(process, holders, charges)
         for process in (processes.read(pid) for pid in holders if pid not in seen and pid not in ours)
-        # An open device without a charge is a monitor; where nobody is charged, the driver does not tell.
-        if process is not None and (process.pid in charges or not charges)
+        if process is not None and (process.pid in charges or all_count)
     ]
     return {"runs": runs, "sessions": sessions, "gpu_processes": others}
 

@@ -106,6 +106,9 @@ def test_a_log_in_parts_is_followed_whole(box: LocalBox) -> None:
     assert followed == every[gone:] and len(followed) > 10_000
     assert len(list(folder.glob("log.*"))) > 5
     assert run_of(box, "a").log_bytes == len(every)
+    # Who comes back for what has been given up is told how much is missing.
+    header = json.loads(stand_in.call_bytes("follow", {**parameters, "offset": 5}).stdout.partition(b"\n")[0])
+    assert header["offset"] - header["gone"] == 5 and header["gone"] > 1000
 
 
 # -- hangs

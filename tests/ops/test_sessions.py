@@ -72,6 +72,16 @@ def by_hand(shell: Shell, place: Container) -> int:
     return text.count(f"{place.path}/by_hand.py")
 
 
+def end_gpu_processes(shell: Shell, place: Container) -> None:
+    def none_left() -> bool:
+        left = train.list_all(shell, place).gpu_processes
+        for process in left:
+            shell.run(place, Command(("kill", "-9", str(process.pid))))
+        return not left
+
+    retry_until(none_left)
+
+
 def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container, cli: Cli, shell: Shell) -> None:
     begin(shell, place, "hand", "deaf")
     begin(shell, place, "hand-2")
@@ -99,6 +109,19 @@ def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container
         train.stop_session(shell, place, "hand-2")
 
 
+def test_a_run_that_somebody_began_in_a_session_is_spared(place: Container, shell: Shell) -> None:
+    begin(shell, place, "hand", "deaf", env="DFLASH_RUN_ID=other-20261129-120000-abcd")
+    done = train.stop_session(shell, place, "hand", grace=0.1)
+    assert (len(done.ended), done.session_left, by_hand(shell, place)) == (1, False, 3)
+    # The sandbox gives such processes its GPUs. The first is charged with them; when it is dead, its heirs are shown.
+    first = train.list_all(shell, place).gpu_processes
+    inside(shell, place, "kill", "-9", *(str(it.pid) for it in first))
+    heirs = train.list_all(shell, place).gpu_processes
+    assert (len(first), len(heirs), {it.used_mib for it in heirs}) == (1, 2, {None})
+    end_gpu_processes(shell, place)
+    assert by_hand(shell, place) == 0
+
+
 def test_a_tmux_server_that_was_started_in_a_session_lives_on(place: Container, shell: Shell) -> None:
     """It carries the session's mark in its environment, and holds other sessions."""
     begin(shell, place, "hand")
@@ -115,14 +138,13 @@ def test_a_tmux_server_that_was_started_in_a_session_lives_on(place: Container, 
 def test_a_gpu_process_of_no_run_is_shown_and_no_start_takes_its_gpu(place: Container, shell: Shell) -> None:
     # The sandbox gives a GPU to whoever has a run's id; this one's is of no run of this folder, as from another tool.
     held = ("setsid", "env", "DFLASH_RUN_ID=x", "CUDA_VISIBLE_DEVICES=1", place.python, f"{place.path}/by_hand.py")
-    words = f"{' '.join(held)} >/dev/null 2>&1 </dev/null & echo $!"
-    pid = inside(shell, place, "sh", "-c", words).decode().strip()
+    words = f"{' '.join(held)} >/dev/null 2>&1 </dev/null &"
+    inside(shell, place, "sh", "-c", words)
     found = retry_until(lambda: train.list_all(shell, place).gpu_processes)
     assert {it.gpus for it in found} == {(1,)} and sum(it.used_mib or 0 for it in found) == 1542.0
     with pytest.raises(BusyError, match=r"GPU 1 is taken.*of no run uses 1542 MiB"):
         train.start(shell, place, StartRequest("a", "", "c.toml", gpus=(1,)))
-    inside(shell, place, "kill", *{str(it.pid) for it in train.list_all(shell, place).gpu_processes} | {pid})
-    retry_until(lambda: not train.list_all(shell, place).gpu_processes)
+    end_gpu_processes(shell, place)
 
 
 def test_the_table_of_what_runs_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
