@@ -173,6 +173,7 @@ def _deploy(
 ) -> Deployed:
     begun = time.monotonic()
     way.step(f"reading {source}")
+    shell.load()
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         # A connection and a Python there take as long as the reading here.
         greeted = pool.submit(stack.enter_context, _receiver(shell, container, user, activate))

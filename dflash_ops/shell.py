@@ -115,6 +115,11 @@ class Shell:
             if known.link is not None:
                 known.link.close()
 
+    @staticmethod
+    def load() -> None:
+        """Loads the SSH library. For whoever connects in a thread: Python's threads would only take turns at it."""
+        import dflash_ops.ssh  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
     # -- commands
 
     def run(self, place: Place, command: Command, *, timeout: float | None = None, check: bool = False) -> Result:

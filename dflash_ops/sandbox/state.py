@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-import platformdirs
-
 from dflash_ops.errors import NotFoundError, UsageFault
 from dflash_ops.sandbox.processes import ProcessId, boot_id
 
@@ -65,6 +63,8 @@ class SandboxState:
 
 def base_folder() -> Path:
     """Where every sandbox of this user keeps its folder."""
+    import platformdirs  # here, since every command loads this file
+
     return platformdirs.user_state_path("dflash-ops") / "sandbox"
 
 
