@@ -546,7 +546,6 @@ _NO_FOLDER: list[tuple[str, dict[str, Any]]] = [
     ("report", {"run": None}),
     ("follow", {"run": "a", "offset": None, "tail": None, "follow": False, "quiet": False}),
     ("probe", {"queries": {}, "seconds": 1}),
-    ("receive", {"do": "deploy", "client": "tests", "patience": 1}),
 ]
 
 
