@@ -119,7 +119,7 @@ def test_a_reader_that_races_the_writer_misses_nothing(tmp_path: Path, soak: boo
     for follower in followers:
         follower.join()
     assert got == [text] * 3
-    assert len(logfile.parts(tmp_path)) > 1
+    assert logfile.parts(tmp_path)[-1][0] > 1000  # it was rotated, and what nobody reads was given up
 
 
 def test_what_was_written_just_before_a_rotation_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
