@@ -7,9 +7,9 @@
                                                                             (--help of each says more)
 
 Exit codes: 0 done, `train` also when SIGTERM or SIGINT stopped it so that it can be started again, on a checkpoint
-unless it was still preparing data; 14 nothing got on for layout.stall_seconds; 2 the command line is wrong; 3 the config is wrong; 6 import-gguf: the model's
-package is missing; 9 eval: tokens that are not the target's own; 130 Ctrl-C in a command that doesn't stop on a
-checkpoint; 143 regenerate after SIGTERM; 1 anything else.
+unless it was still preparing data; 2 the command line is wrong; 3 the config is wrong; 6 import-gguf: the model's
+package is missing; 9 eval: tokens that are not the target's own; 14 train: nothing got on for layout.stall_seconds;
+130 Ctrl-C in a command that doesn't stop on a checkpoint; 143 regenerate after SIGTERM; 1 anything else.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_DFL)
 
-    with contextlib.suppress(AttributeError, ValueError):  # no such signal, or no stderr
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no such signal, or no stderr
         # For who wonders what a run does: kill -USR1 writes every thread's stack into its log.
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     # Before torch is imported, which takes seconds in which a stop may come.

@@ -353,6 +353,8 @@ def long_config(tiny_folder: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_config: Path, tmp_path: Path) -> None:
     trainer = Trainer(long_config, tmp_path / "run")
+    trainer.wait_for_step(9)
+    os.kill(trainer.process.pid, signal.SIGUSR1)  # asks for the stacks, and ends nothing
     trainer.wait_for_step(10)
     os.kill(trainer.process.pid, number)
     code, output = trainer.end()
@@ -361,6 +363,7 @@ def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_
     assert (status.state, status.checkpoint) == ("stopped", f"step-{status.step:08d}")
     assert 10 <= status.step < 5000
     assert f"{number.name}: stopping after this step" in output
+    assert re.search(r"^(Current t|T)hread 0x\w+ .*\(most recent call first\)", output, re.MULTILINE)
     assert metrics_of(tmp_path / "run")[-1].step == status.step
 
 
