@@ -43,6 +43,13 @@ class Busy:
         out = waiting * host.waiting_out / of_host if of_host else 0.0
         return Busy(self.working, waiting - out, out)
 
+    def __add__(self, more: Busy) -> Busy:
+        return Busy(
+            self.working + more.working,
+            self.waiting_in + more.waiting_in,
+            self.waiting_out + more.waiting_out,
+        )
+
     def __sub__(self, earlier: Busy) -> Busy:
         return Busy(
             self.working - earlier.working,

@@ -19,7 +19,6 @@ from trainer.data import Cursor, Row, Rows, make_row
 from trainer.features import RowBatch
 from trainer.prepared import Prepared
 
-KEPT_STEPS = 32  # steps whose sources can be asked for: more than the threads work ahead, and a few that are over
 NAMED = 6  # places that a message names
 
 T = TypeVar("T")
@@ -87,14 +86,18 @@ class Feed:
             self._sources[step] = StepSource(
                 step, tuple(row.number for row in rows), tuple(row.lines for row in rows), cursor, self._train
             )
-            self._sources.pop(step - KEPT_STEPS, None)
             for replica, own in self._shared_out(rows):
                 yield replace(row_batch(self._filled_up(own), self._anchors, self._seed), replica=replica)
             if self.measures_after(step):
                 yield from self._heldout()
 
     def source(self, step: int) -> StepSource:
-        """Where a step's rows come from, once its first batch is there; only of the last 32 steps."""
+        """Where a step's rows come from, once its first batch is there. Forgets the steps before it.
+
+        How many there are is up to how far the threads work ahead, so it is the reader who says what is over.
+        """
+        for earlier in [known for known in list(self._sources) if known < step]:
+            del self._sources[earlier]
         return self._sources[step]
 
     def measures_after(self, step: int) -> bool:

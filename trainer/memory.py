@@ -229,7 +229,8 @@ def _drafter_s(
 def batches_held(config: TrainConfig, layout: Layout, one: float) -> int:
     """Batches of `one` bytes on a drafter's device: those that wait, are being made for it, and are learned from."""
     waiting = min(config.layout.depth, max(1, int(config.layout.queue_mib * MIB // one)))
-    return waiting + -(-len(layout.targets) // len(layout.drafters)) + AHEAD
+    in_hand = 1  # the main thread's, which waits for room with a drafter
+    return waiting + -(-len(layout.targets) // len(layout.drafters)) + in_hand + AHEAD
 
 
 def remedies(parts: Sequence[Part], config: TrainConfig, first: Sequence[str] = ()) -> list[str]:

@@ -49,6 +49,37 @@ class Ended(Exception):
     """All that was put into the channel has come out, and no more will come."""
 
 
+class Failure:
+    """The first error of all threads that work for one caller, be they a pipeline's or others.
+
+    Who fails claims it, and tells it once it is complete; then whoever waits is woken, and the caller raises it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: BaseException | None = None
+        self._wakes: list[Callable[[], None]] = []
+        self.error: BaseException | None = None  # told; to be raised by the caller
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """Has `wake` called, in the thread that fails, when an error is told."""
+        self._wakes.append(wake)
+
+    def claim(self, error: BaseException, worker: str) -> bool:
+        """Whether it is the first. A later one is noted in the first: it may say what that one led to."""
+        with self._lock:
+            first, self._first = self._first, self._first or error
+        if first is not None and first is not error:
+            with contextlib.suppress(Exception):
+                first.add_note(f"later {worker} failed: {type(error).__name__}: {error}".split("\n")[0])
+        return first is None
+
+    def tell(self) -> None:
+        self.error = self._first
+        for wake in self._wakes:
+            wake()
+
+
 class Channel(Generic[T]):
     """A bounded queue from several threads to several, in the order of the items' numbers: 0, 1, 2, ...
 
@@ -156,11 +187,13 @@ class Pipeline(Generic[T]):
         size: Callable[[Any], int] | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
         beat: Callable[[], None] = lambda: None,
+        failure: Failure | None = None,
     ) -> None:
         """depth, most_bytes: how many items, and bytes in all of them as `size` says, may wait between two stages.
 
         Besides these there may be the one item that is next in order, and one in the hands of each thread. failed: gets
         the first error, in its thread, before the others stop. beat: called, in any thread, whenever an item got on.
+        failure: in common with others who work for the same caller; an error of theirs stops this pipeline, too.
         Raises ValueError for a stage without functions, for two threads of one name, and for a depth below 1.
         """
         names = ["source", *(name for stage in stages for name in stage.workers())]
@@ -174,8 +207,8 @@ class Pipeline(Generic[T]):
         self._names = ["source", *(stage.name for stage in stages)]  # of the channels: who fills them
         writers = [1, *(len(stage.functions) for stage in stages)]
         self._channels: list[Channel[Any]] = [Channel(depth, most_bytes, size, count) for count in writers]
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._failure = failure or Failure()
+        self._failure.wakes(self._close)
         self._left = False
         self._caller = Stopwatch()
         self.left_behind: list[str] = []  # threads that did not stop in time when the block was left
@@ -233,15 +266,13 @@ class Pipeline(Generic[T]):
             worker.watch.turn("ended")
 
     def _stop_for(self, error: BaseException, worker: Worker) -> None:
-        with self._lock:
-            if self._error is not None or self._left:  # what fails because all is stopping says nothing
-                return
-            self._error = error
+        if self._left or not self._failure.claim(error, f"the worker {worker.name!r}"):
+            return  # what fails because all is stopping says nothing
         with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
             self._failed(error)
         with contextlib.suppress(Exception):
             error.add_note(f"raised in the worker {worker.name!r}, at item {worker.item} of the source, counted from 0")
-        self._close()
+        self._failure.tell()
 
     # What the caller sees.
 
@@ -249,8 +280,8 @@ class Pipeline(Generic[T]):
         with contextlib.suppress(Ended, Closed):
             while True:
                 yield self._take()
-        if self._error is not None:
-            raise self._error
+        if self._failure.error is not None:
+            raise self._failure.error
 
     def _take(self) -> T:
         self._caller.turn("waiting_in")

@@ -32,7 +32,7 @@ from trainer.features import FeatureBatch
 from trainer.learner import Learner, Measured, StepFigures, Verdict
 from trainer.loss import LossTerms
 from trainer.optim import divide_gradients, gradient_norms, total_norm
-from trainer.pipeline import JOIN_SECONDS, LOOK_SECONDS, Worker
+from trainer.pipeline import JOIN_SECONDS, LOOK_SECONDS, Failure, Worker
 from trainer.reduction import Reduce, Reduction
 from trainer.snapshot import Trained
 from trainer.start import TrainingError
@@ -65,11 +65,12 @@ class Replicas:
         streams: Streams | None = None,
         failed: Callable[[BaseException], None] = lambda error: None,
         beat: Callable[[], None] = lambda: None,
+        failure: Failure | None = None,
     ) -> None:
         """check_every: steps between two proofs that the replicas are equal; 0: none. steps_done: before the first.
 
         failed: gets the first error of a thread, in that thread, before the others stop. beat: called, in any thread,
-        whenever something is done. Raises ValueError for
+        whenever something is done. failure: in common with others who work for the same caller. Raises ValueError for
         NCCL where it can't be.
         """
         self.learners, self._streams = list(learners), streams or Streams([])
@@ -82,8 +83,8 @@ class Replicas:
         self._changed = threading.Condition()
         self._inboxes: list[deque[FeatureBatch]] = [deque() for _ in self.learners]
         self._at_work = [False for _ in self.learners]
-        self._failing = False  # a thread has failed; its error follows
-        self._error: BaseException | None = None
+        self._failure = failure or Failure()
+        self._failure.wakes(self._wake)
         self._closed = False
         self.left_behind: list[str] = []  # threads that did not stop in time when the block was left
         many = len(self.learners) > 1
@@ -279,9 +280,9 @@ class Replicas:
         """Waits for a batch; None when there will be none."""
         inbox = self._inboxes[number]
         with self._changed:
-            while not (inbox or self._closed or self._error):
+            while not (inbox or self._closed or self._failure.error):
                 self._changed.wait(LOOK_SECONDS)
-            if self._closed or self._error:
+            if self._closed or self._failure.error:
                 return None
             self._at_work[number] = True
             self._changed.notify_all()
@@ -294,16 +295,16 @@ class Replicas:
             self._changed.notify_all()
 
     def _stop_for(self, error: BaseException, worker: Worker) -> None:
-        with self._changed:
-            if self._failing or self._closed:  # what fails because all is stopping says nothing
-                return
-            self._failing = True
+        if self._closed or not self._failure.claim(error, f"the worker {self._named(worker.index)}"):
+            return  # what fails because all is stopping says nothing
         with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
             self._failed(error)
         with contextlib.suppress(Exception):
             error.add_note(f"raised in the worker {self._named(worker.index)}")
+        self._failure.tell()
+
+    def _wake(self) -> None:
         with self._changed:
-            self._error = error
             self._changed.notify_all()
 
     def _settle(self) -> None:
@@ -313,10 +314,10 @@ class Replicas:
 
     def _wait(self, until: Callable[[], bool]) -> None:
         assert not self._closed, "the replicas' threads run inside the with block only"
-        while self._error is None and not until():
+        while self._failure.error is None and not until():
             self._changed.wait(LOOK_SECONDS)
-        if self._error is not None:
-            raise self._error
+        if self._failure.error is not None:
+            raise self._failure.error
 
     def __enter__(self) -> "Replicas":
         self._reduction.prepare()

@@ -28,7 +28,8 @@ from trainer.live import HeldoutDecoder, heldout_prompts, measuring
 from trainer.locks import locked
 from trainer.optim import learning_rate
 from trainer.origin import changes_since, origin_of
-from trainer.pipeline import Pipeline, Stage
+from trainer.patience import GaveUp, Patience
+from trainer.pipeline import Failure, Pipeline, Stage
 from trainer.randomness import seed_all
 from trainer.records import RunDir
 from trainer.replicas import Replicas
@@ -150,8 +151,15 @@ def _train(
         make_learner(config, copy.deepcopy(model).to(device), heads.setdefault(device, target.head_weight.to(device)))
         for device in devices
     ]
-    streams = Streams(devices)
+    streams, failure = Streams(devices), Failure()
+    patience = Patience(stop, failure)
     watchdog = Watchdog(config.layout.stall_seconds, lambda report: stalled(journal, report), what="the training")
+
+    def beat() -> None:
+        """Something got on."""
+        watchdog.beat()
+        patience.beat()
+
     replicas = Replicas(
         learners,
         optimizer=config.layout.optimizer,
@@ -160,7 +168,8 @@ def _train(
         steps_done=before.progress.step if before else 0,
         streams=streams,
         failed=note,
-        beat=watchdog.beat,
+        beat=beat,
+        failure=failure,
     )
     if earlier:
         progress = restore(earlier, replicas.state)
@@ -229,8 +238,10 @@ def _train(
                 config.layout.queue_mib * 2**20 * replicas_count,
                 size=waiting_bytes,
                 failed=note,
-                beat=watchdog.beat,
+                beat=beat,
+                failure=failure,
             ) as pipeline,
+            patience,
         ):
             watchdog.ask(pipeline.doing)
             watchdog.ask(replicas.doing)
@@ -255,10 +266,8 @@ def _train(
             @contextlib.contextmanager
             def aside() -> Generator[None]:
                 """What is no training: in no figure of speed, and no worker's waiting."""
-                with tally.paused(), replicas.paused():
+                with tally.paused(), replicas.paused(), meter.paused():
                     yield
-                for worker in workers:
-                    worker.clock.skip()
 
             journal.update(state="training")
             last_saved = progress.step if is_own else None
@@ -270,60 +279,71 @@ def _train(
                 saver.tidy(earlier)  # which no save will do any more
             results = iter(pipeline)
             score: Score | None = None  # of the last step
-            for step in range(progress.step + 1, settings.steps + 1):
-                if stop.is_set():
-                    break
-                lr = learning_rate(step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio)
-                tokens = 0
-                for batch in islice(results, feed.batches_per_step):
-                    replicas.learn(batch)
-                    tokens += batch.tokens
-                figures = replicas.update(lr)
+            try:
+                for step in range(progress.step + 1, settings.steps + 1):
+                    if stop.is_set():
+                        break
+                    lr = learning_rate(
+                        step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio
+                    )
+                    tokens = learn_from(islice(results, feed.batches_per_step), replicas)
+                    figures = replicas.update(lr)
+                    rows = feed.source(step)
+                    progress = Progress(
+                        step=step,
+                        row=rows.after.row,
+                        cursor=rows.after,
+                        data_digest=data.digest,
+                        packing=feed.rows.packing,
+                    )
 
-                measured = None
-                if feed.measures_after(step) and not stop.is_set():
-                    tally.settle()
-                    figures.read()  # waits for the step, which is training, before what is none begins
-                    with aside():
-                        heldout_batches = islice(results, feed.heldout_batches)
-                        measured = heldout_figures(replicas, heldout_batches, stop, late=replicas_count)
-                decoded = None
-                if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
-                    tally.settle()
-                    figures.read()
-                    with aside():
-                        decoded = decoder.measure(stop, watchdog.beat)
-                score = scores.score(measured, decoded) if scores else None
-                rows = feed.source(step)
-                tally.add(Step(rows, lr, tokens, figures, measured, decoded))
-                progress = Progress(
-                    step=step,
-                    row=rows.after.row,
-                    cursor=rows.after,
-                    data_digest=data.digest,
-                    packing=feed.rows.packing,
-                )
-                # What is decoded is saved too: else its score were for nothing.
-                if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
-                    tally.settle()
-                    # While steps are skipped nothing is learned, and an older checkpoint may be better.
-                    if not tally.skipped_in_a_row:
+                    measured = score = None
+                    if feed.measures_after(step) and not stop.is_set():
+                        tally.settle()
+                        figures.read()  # waits for the step, which is training, before what is none begins
                         with aside():
-                            replicas.check()
-                            saver.save(tally.noted(progress), score)
-                        last_saved = step
-                        journal.update(step=step)
-                saver.poll()
+                            heldout_batches = islice(results, feed.heldout_batches)
+                            measured = heldout_figures(replicas, heldout_batches, stop, late=replicas_count)
+                    decoded = None
+                    if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
+                        tally.settle()
+                        figures.read()
+                        with aside():
+                            decoded = decoder.measure(stop, beat)
+                    score = scores.score(measured, decoded) if scores else None
+                    tally.add(Step(rows, lr, tokens, figures, measured, decoded))
+                    # What is decoded is saved too: else its score were for nothing.
+                    if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
+                        tally.settle()
+                        # While steps are skipped nothing is learned, and an older checkpoint may be better.
+                        if not tally.skipped_in_a_row:
+                            with aside():
+                                replicas.check()
+                                saver.save(tally.noted(progress), score)
+                            last_saved = step
+                            journal.update(step=step)
+                    saver.poll()
+                replicas.check()
+            except GaveUp as error:
+                say(f"{error}: the step under way is given up")
             # Here and not below: the threads may take long to stop, or never do.
             tally.settle()
             if last_saved != progress.step:
-                replicas.check()
                 saver.save(tally.noted(progress), score)
                 journal.update(step=progress.step)
             saver.wait()
     for name in (*pipeline.left_behind, *replicas.left_behind):
         say(f"the thread {name!r} is still busy and was left behind")
     return "finished" if progress.step == settings.steps else "stopped"
+
+
+def learn_from(batches: Iterable[FeatureBatch], replicas: Replicas) -> int:
+    """Gives them to their drafters; the tokens in them."""
+    tokens = 0
+    for batch in batches:
+        tokens += batch.tokens
+        replicas.learn(batch)
+    return tokens
 
 
 def note(error: BaseException) -> None:

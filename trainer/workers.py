@@ -1,7 +1,8 @@
 """The target workers of a training, and how busy all of its workers are."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
@@ -86,6 +87,7 @@ class Meter:
         self._layout, self._clocks = layout, {**targets, **drafters}
         self._targets, self._drafters = list(targets), list(drafters)
         self._queues, self._threads, self._most_drafters = queues, threads, most_drafters
+        self._aside = {name: (Busy(), Busy()) for name in self._clocks}  # what was no training
         self._told = self._advised = self._read()
         self._advised_at, self._advice = time.monotonic(), None
 
@@ -99,9 +101,28 @@ class Meter:
         }
         return Load(self._queues(), seconds, self._advise(now))
 
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """For what is no training (measuring, saving): what the workers do and wait for meanwhile is not told."""
+        before = self._read()
+        try:
+            yield
+        finally:
+            for clock in self._clocks.values():
+                clock.skip()
+            after = self._read()
+            for name, aside in self._aside.items():
+                pairs = zip(aside, after[name], before[name], strict=True)
+                device, thread = (known + now - then for known, now, then in pairs)
+                self._aside[name] = device, thread
+
     def _read(self) -> dict[str, Reading]:
+        """All that was training so far."""
         threads = self._threads()
-        return {name: (clock.read(), threads[name]) for name, clock in self._clocks.items()}
+        return {
+            name: (clock.read() - self._aside[name][0], threads[name] - self._aside[name][1])
+            for name, clock in self._clocks.items()
+        }
 
     def _between(self, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> dict[str, Busy]:
         pairs = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}

@@ -13,7 +13,7 @@ from trainer.blocks import anchor_candidates
 from trainer.config import TrainConfig, load
 from trainer.data import Cursor, make_row
 from trainer.features import RowBatch
-from trainer.feed import KEPT_STEPS, Feed, all_anchors_batch, row_batch
+from trainer.feed import Feed, all_anchors_batch, row_batch
 from trainer.prepared import DataError, Prepared
 
 
@@ -41,13 +41,13 @@ def test_the_feed_is_the_same_from_any_step_on_and_measures_when_due(forty: Prep
     whole = list(feed.batches(0, Cursor()))
     assert len(whole) == 7 * 2 + 3 * feed.heldout_batches
     assert {batch.ids_BS.shape for batch in whole} == {(2, 16)}
-    for done in (4, 6):
-        after = feed.source(done).after
+    afters, last = [(done, feed.source(done).after) for done in (4, 6)], feed.source(7)
+    for done, after in afters:
         assert after.row == 4 * done and after == feed.rows.cursor(4 * done)
         fresh = Feed(config(), forty, forty)
         rest = list(fresh.batches(done, after))
         assert all(same(got, expected) for got, expected in zip(rest, whole[-len(rest) :], strict=True))
-        assert fresh.source(7) == feed.source(7)
+        assert fresh.source(7) == last
     learned = [batch for batch in whole if batch.anchors_BN.shape[1] == 3 and batch.numbers[1] == batch.numbers[0] + 1]
     assert [batch.numbers[0] for batch in learned][:3] == [0, 2, 4]
 
@@ -103,13 +103,14 @@ def test_a_step_s_source_names_its_rows_and_lines(forty: Prepared) -> None:
     assert not feed.measures_after(2) and feed.heldout_batches == 0
 
 
-def test_only_the_last_steps_sources_are_kept(forty: Prepared) -> None:
-    feed = Feed(config(steps=KEPT_STEPS + 3, rows_per_step=1, micro_rows=1, eval_every=0), forty, None)
+def test_sources_are_kept_until_a_later_one_is_asked_for(forty: Prepared) -> None:
+    """However far the threads work ahead."""
+    feed = Feed(config(steps=100, rows_per_step=1, micro_rows=1, eval_every=0), forty, None)
     for _ in feed.batches(0, Cursor()):
         pass
-    assert feed.source(4).step == 4 and feed.source(KEPT_STEPS + 3).after.row == KEPT_STEPS + 3
+    assert [feed.source(step).after.row for step in range(1, 101)] == list(range(1, 101))
     with pytest.raises(KeyError):
-        feed.source(3)
+        feed.source(99)
 
 
 def test_held_out_batches_hold_every_anchor_of_every_document_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
 
-from trainer import workers
+from trainer import patience, workers
+from trainer.features import FeatureBatch
 from trainer.records import checkpoint_name
 from trainer.train import train
 from trainer.watchdog import STALLED_CODE
@@ -128,8 +130,12 @@ def test_the_error_of_any_worker_ends_the_training_and_names_it(
         ("drafter", Learner, "learn", r"drafter-\d"),
     ):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the cable is loose") as caught:
-            patch.setattr(owner, attribute, failing(getattr(owner, attribute), 5))
-            train(config_of(tiny_folder, **layout(2, 2, train__checkpoint_every=1)), tmp_path / name, say=silent)
+            patch.setattr(owner, attribute, failing(getattr(owner, attribute), 14))
+            train(
+                config_of(tiny_folder, **layout(2, 2, train__checkpoint_every=1, train__steps=12)),
+                tmp_path / name,
+                say=silent,
+            )
         assert any(re.search(worker, note) for note in caught.value.__notes__)
         status = status_of(tmp_path / name)
         assert status.state == "failed" and status.error == "RuntimeError: the cable is loose"
@@ -161,6 +167,79 @@ def test_running_out_of_memory_names_the_worker_and_what_to_lower(
     ), said
     assert said.count("\n") == 1
     assert status_of(tmp_path / "run").error == said.strip()
+
+
+def test_the_first_error_is_raised_whoever_else_fails_after_it(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter's fault on a GPU makes a target's next copy to it fail, too."""
+    from trainer.learner import Learner
+
+    died, calls, features_of = threading.Event(), iter(range(10_000)), workers.features_of
+
+    def dies(learner: Learner, batch: FeatureBatch) -> None:
+        died.set()
+        raise ValueError("an illegal access")
+
+    def follows(*given: Any, **named: Any) -> Any:
+        if next(calls) > 0:
+            assert died.wait(60)
+            time.sleep(0.1)
+            raise RuntimeError("what came of it")
+        return features_of(*given, **named)
+
+    monkeypatch.setattr(Learner, "learn", dies)
+    monkeypatch.setattr(workers, "features_of", follows)
+    with pytest.raises(ValueError, match="an illegal access") as caught:
+        train(config_of(tiny_folder, **layout(1, 1, train__micro_rows=1)), tmp_path, say=silent)
+    assert "raised in the worker drafter (cpu)" in caught.value.__notes__
+
+
+def test_a_deep_queue_is_no_error(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.learner import Learner
+
+    learn = Learner.learn
+
+    def slowly(learner: Learner, batch: FeatureBatch) -> None:
+        time.sleep(0.02)
+        learn(learner, batch)
+
+    monkeypatch.setattr(Learner, "learn", slowly)
+    deep = layout(1, 1, layout__depth=60, train__steps=45, train__rows_per_step=1, train__eval_every=0)
+    assert train(config_of(tiny_folder, **deep), tmp_path, say=silent) == "finished"
+
+
+def test_a_stop_is_answered_though_a_worker_hangs(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "GIVE_UP_SECONDS", 1.0)
+    monkeypatch.setattr("trainer.pipeline.JOIN_SECONDS", 0.1)
+    release, calls, features_of, stop = threading.Event(), iter(range(10_000)), workers.features_of, threading.Event()
+
+    def hangs(*given: Any, **named: Any) -> Any:
+        if next(calls) == 5:
+            stop.set()
+            assert release.wait(60)
+        return features_of(*given, **named)
+
+    monkeypatch.setattr(workers, "features_of", hangs)
+    lines: list[str] = []
+    try:
+        config = config_of(tiny_folder, **layout(1, 2, train__steps=60, train__eval_every=0, train__micro_rows=3))
+        assert train(config, tmp_path, stop=stop, say=lines.append) == "stopped"
+    finally:
+        release.set()
+    status = status_of(tmp_path)
+    assert status.state == "stopped" and 1 <= status.step <= 2 and status.checkpoint == checkpoint_name(status.step)
+    assert "the thread 'target' is still busy and was left behind" in lines
+    assert "nothing got on for 1 s after the stop: the step under way is given up" in lines or status.step == 2
+    # What was saved is whole, and of that step.
+    other = tmp_path / "other"
+    ends = StopAfter(status.step)
+    train(config, other, stop=ends.event, say=ends)
+    reached = status_of(other).step
+    if reached == status.step:
+        assert_same_weights(tmp_path, other, reached)
 
 
 STANDING = """
