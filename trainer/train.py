@@ -311,6 +311,8 @@ def _train(
                         with aside():
                             decoded = decoder.measure(stop, beat)
                     score = scores.score(measured, decoded) if scores else None
+                    if step == settings.steps and feed.measures_after(step) and measured is None:
+                        say("stopped after the last step: the held-out data was not measured after it")
                     tally.add(Step(rows, lr, tokens, figures, measured, decoded))
                     # What is decoded is saved too: else its score were for nothing.
                     if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
