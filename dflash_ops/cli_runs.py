@@ -18,6 +18,8 @@ from dflash_ops.errors import UsageFault
 if TYPE_CHECKING:
     from dflash_ops.runs import Run
 
+_LONGEST_LINE = 1 << 20
+
 
 def not_empty(word: str | None) -> str | None:
     """What a script hands over as "$RUN" when it has none must not become the default."""
@@ -40,6 +42,13 @@ def logs(
     run: AnyRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Goes on until the run ends.")] = False,
     tail: Annotated[int | None, typer.Option("-n", "--tail", min=0, metavar="N", help="Only the last N lines.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="10m|TIME", help="Only what was written since: 10m, 1h30m, or an RFC 3339 time."),
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Only lines that match; --tail counts these.")
+    ] = None,
     target: Target = None,
     inventory: InventoryFile = None,
     as_json: Annotated[
@@ -47,16 +56,30 @@ def logs(
     ] = False,
 ) -> None:
     """Show a run's log, byte for byte. With -f the exit code is the run's verdict: 0, 100 failed, 103 stopped."""
+    from dflash_ops import logs as verbs
     from dflash_ops import render_runs, train
     from dflash_ops.shell import Shell
 
+    begin = verbs.parse_since(since) if since is not None else None
+    pattern = verbs.check_pattern(grep) if grep is not None else None
     container = find_container(inventory, target)
     with Shell() as shell:
         name = run or train.newest(shell, container).id
-        found = follow_log(
-            lambda out, note: train.logs(shell, container, name, on_out=out, follow=follow, tail=tail, on_break=note),
-            as_json,
-        )
+
+        def read(out: Callable[[bytes], None], note: Callable[[str], None]) -> "Run":
+            return verbs.logs(
+                shell,
+                container,
+                name,
+                on_out=out,
+                follow=follow,
+                tail=tail,
+                since=begin,
+                grep=pattern,
+                on_break=note,
+            )
+
+        found = follow_log(read, as_json)
     if as_json:
         render.show({"run": found.to_json()}, as_json=True, people=lambda: None)
     elif follow:
@@ -142,8 +165,11 @@ def gpu_status(target: Target = None, inventory: InventoryFile = None, as_json: 
 
 def follow_log(read: "Callable[[Callable[[bytes], None], Callable[[str], None]], Run]", as_json: bool = False) -> "Run":
     """Reads a log to stdout. Ctrl-C leaves it, and the run goes on."""
-    write = _json_writer() if as_json else _log_writer()
-    return leave_by_ctrl_c(lambda: read(write, lambda words: render.note(f"{words}; going on")))
+    write = JsonLines() if as_json else _log_writer()
+    found = leave_by_ctrl_c(lambda: read(write, lambda words: render.note(f"{words}; going on")))
+    if isinstance(write, JsonLines):
+        write.close()
+    return found
 
 
 def leave_by_ctrl_c(read: "Callable[[], Run]") -> "Run":
@@ -155,21 +181,30 @@ def leave_by_ctrl_c(read: "Callable[[], Run]") -> "Run":
         raise typer.Exit(130) from None
 
 
-def _json_writer() -> Callable[[bytes], None]:
-    """Writes a log's lines as JSON documents. A line that is not UTF-8 has marks where it is not; the last one may lack
-    its end."""
-    held = bytearray()
+class JsonLines:
+    """Writes a log's lines as JSON documents. A line that is not UTF-8 has marks where it is not; one of more than a
+    MiB comes in pieces."""
 
-    def write(data: bytes) -> None:
-        held.extend(data)
-        *lines, rest = bytes(held).split(b"\n")
-        held[:] = rest
+    def __init__(self) -> None:
+        self._held = b""
+
+    def __call__(self, data: bytes) -> None:
+        *lines, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > _LONGEST_LINE:
+            lines, self._held = [*lines, self._held], b""
+        self._write(lines)
+
+    def close(self) -> None:
+        """Writes what the log's last line has, though it lacks its end."""
+        if self._held:
+            self._write([self._held])
+            self._held = b""
+
+    def _write(self, lines: list[bytes]) -> None:
         with render.written():
             for line in lines:
                 print(json.dumps({"schema_version": 1, "line": line.decode("utf-8", "replace")}))
             sys.stdout.flush()
-
-    return write
 
 
 def _log_writer() -> Callable[[bytes], None]:

@@ -350,9 +350,18 @@ def run_query(container: Container, run: str) -> Query[Run]:
 
 
 def follow_command(
-    container: Container, run: str, *, offset: int | None, tail: int | None, follow: bool, quiet: bool = False
+    container: Container,
+    run: str,
+    *,
+    offset: int | None,
+    tail: int | None,
+    follow: bool,
+    quiet: bool = False,
+    since: Mapping[str, float] | None = None,
+    grep: str | None = None,
 ) -> Command:
-    """The log from a byte offset, or its last `tail` lines, or all of it; first a line of JSON (see `log_header`)."""
+    """The log from a byte offset, or its last `tail` lines, or all of it; first a line of JSON (see `log_header`).
+    since: {"ago_s"} or {"at"}; grep: the answer has frames, see remote/follow.py."""
     parameters = {
         "path": container.path,
         "run": run,
@@ -360,6 +369,8 @@ def follow_command(
         "tail": tail,
         "follow": follow,
         "quiet": quiet,
+        "since": since,
+        "grep": grep,
     }
     return bundle.command(container.python, "follow", parameters)
 
@@ -423,13 +434,14 @@ def judge(facts: Mapping[str, Any], status: Status | None) -> RunState:
     return RunState.FINISHED if code == 0 else RunState.FAILED
 
 
-def log_header(line: bytes, place: str) -> tuple[str, int, int]:
-    """Run id and first byte offset of a log that is being sent, and how many bytes before it are gone for good."""
+def log_header(line: bytes, place: str) -> tuple[str, int, int, bool]:
+    """Run id and first byte offset of a log that is being sent, how many bytes before it are gone for good, and
+    whether the log's times are known."""
     try:
         reply: dict[str, Any] = json.loads(line)
         if not reply["ok"]:
             raise_fault(reply, place)
-        return reply["run_id"], reply["offset"], reply.get("gone", 0)
+        return reply["run_id"], reply["offset"], reply.get("gone", 0), reply.get("timed", True)
     except (ValueError, KeyError, TypeError):
         why = line[:200].decode("utf-8", "replace")
         raise OpsError("the log can't be read", where=place, why=why) from None

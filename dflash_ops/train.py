@@ -16,11 +16,11 @@ from dflash_ops.errors import (
     BusyError,
     LinkLostError,
     NotFoundError,
-    OpsError,
     StillRunningError,
     TimedOutError,
     UnreachableError,
 )
+from dflash_ops.logs import logs
 from dflash_ops.remote.start import HOLD_SECONDS
 from dflash_ops.runs import Run, RunState, Started, StartRequest
 from dflash_ops.shell import Shell
@@ -29,10 +29,7 @@ from dflash_ops.stops import Listing, SessionStopped, Stopped
 CALL_SECONDS = 15.0  # the longest silence of a command in the container
 _START_SECONDS = 2 * HOLD_SECONDS + 20.0  # the start script waits for another start, and then for its own steps
 _TRIES = 3
-_RECONNECT_SECONDS = 600.0  # how long `logs -f` tries to come back
 
-OnBytes = Callable[[bytes], None]
-OnWords = Callable[[str], None]
 OnWait = Callable[[str, int], None]
 
 
@@ -173,51 +170,6 @@ def newest(shell: Shell, container: Container) -> Run:
     return next((run for run in reversed(every) if run.state.live), every[-1])
 
 
-def logs(
-    shell: Shell,
-    container: Container,
-    run: str,
-    *,
-    on_out: OnBytes,
-    follow: bool = False,
-    tail: int | None = None,
-    on_break: OnWords = lambda words: None,
-    quiet: bool = False,
-) -> Run:
-    """Hands on the log's bytes; with `follow` until the run has ended. Returns the run as it then is.
-
-    After a broken link it goes on at the byte it had come to; `on_break` is told. tail: only the last lines, None: all.
-    """
-    reader = _LogReader(str(container), on_out, on_break)
-    broken_at: float | None = None
-    pause = 0.5
-    while True:
-        had = reader.offset
-        command = runs.follow_command(
-            container, reader.run_id or run, offset=reader.offset, tail=tail, follow=follow, quiet=quiet
-        )
-        reader.expect_header()
-        try:
-            code = shell.stream(container, command, on_out=reader)
-            found = status(shell, container, reader.run_id or run)
-        except UnreachableError as error:
-            if reader.run_id is None:
-                raise  # it never worked
-            if broken_at is None or reader.offset != had:
-                broken_at, pause = time.monotonic(), 0.5
-            if time.monotonic() - broken_at > _RECONNECT_SECONDS:
-                raise
-            on_break(error.line())
-            shell.close()  # the next command connects anew
-            time.sleep(pause)
-            pause = min(2 * pause, 10.0)
-            continue
-        if code != 0 and reader.run_id is None:
-            raise OpsError("the log can't be read", where=str(container), why=f"exit code {code}")
-        if not follow or not found.state.live:
-            return found
-
-
 def wait(shell: Shell, container: Container, run: str, *, timeout: float | None = None) -> Run:
     """Waits for the end of a run, across broken links. StillRunningError after `timeout` seconds."""
     if timeout is None:
@@ -239,34 +191,6 @@ def wait(shell: Shell, container: Container, run: str, *, timeout: float | None 
                 follow_it = f"dflash-ops train logs -f {found.id}"
                 raise StillRunningError(found.verdict(), where=str(container), next=follow_it)
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-
-
-class _LogReader:
-    """Takes the first line off, hands on the rest, and knows the byte offset that comes next."""
-
-    def __init__(self, place: str, on_out: OnBytes, on_gone: OnWords) -> None:
-        self._place, self._on_out, self._on_gone = place, on_out, on_gone
-        self._head: bytes | None = b""
-        self.run_id: str | None = None
-        self.offset: int | None = None
-
-    def expect_header(self) -> None:
-        self._head = b""
-
-    def __call__(self, data: bytes) -> None:
-        if self._head is not None:
-            line, end, data = (self._head + data).partition(b"\n")
-            if not end:
-                self._head = line
-                return
-            self._head = None
-            self.run_id, self.offset, gone = runs.log_header(line, self._place)
-            if gone:
-                self._on_gone(f"{gone} bytes of the log before this are gone: it was rotated")
-        if data:
-            assert self.offset is not None
-            self.offset += len(data)
-            self._on_out(data)
 
 
 def _hear(shell: Shell, container: Container, command: Command, on_wait: OnWait | None) -> Result:

@@ -1,6 +1,7 @@
 """A run's log: appended to, rotated, and read by offsets that rotation does not change.
 
 `log` is what is written now; `log.BEGIN-END` are the older parts, named by the offsets of their bytes in the whole log.
+`log.times` says, a record a second at most, when the line at an offset was written.
 A reader keeps a lock on the part that it reads, and parts are given up oldest first and only unlocked: whoever reads on
 loses no byte. Standard library only, Python >= 3.9.
 """
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,10 @@ _CHUNK = 256 * 1024
 _BLOCK = 64 * 1024
 _PART = re.compile(r"log\.(\d{12,})-(\d{12,})")
 _TRIES = 20
+# Of log.times: milliseconds since the epoch, and the offset of the line that was written then.
+_TIME = b"%015d %015d\n"
+_TIME_BYTES = 32
+_TIME_MS = 1000
 
 
 class Log:
@@ -37,6 +43,7 @@ class Log:
         self._begin = self._size = 0
         self._missing = 0
         self._why = ""
+        self._timed_ms = 0
         self.lost = 0
         self.tail = b""
 
@@ -48,6 +55,7 @@ class Log:
     def write(self, data: bytes) -> None:
         if self._size >= self._part_bytes and (self.tail.endswith(b"\n") or self._size >= 2 * self._part_bytes):
             self._rotate()
+        self._note_time()
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         if self._missing:
             notice = f"\n[dflash-ops: {self._missing} bytes of this log were lost here: {self._why}]\n".encode()
@@ -89,6 +97,21 @@ class Log:
             self._why = error.strerror or str(error)
         self._size += done
         return done
+
+    def _note_time(self) -> None:
+        """A record for `since_offset`, once a second. Without room for it there is none: that is no reason to fail."""
+        moment = time.time_ns() // 1_000_000
+        if 0 <= moment - self._timed_ms < _TIME_MS:
+            return
+        self._timed_ms = moment
+        unfinished = len(self.tail) - (self.tail.rfind(b"\n") + 1)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._path.with_name("log.times"), os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                end = os.fstat(descriptor).st_size // _TIME_BYTES * _TIME_BYTES  # over half a record, after a full disk
+                os.pwrite(descriptor, _TIME % (moment, max(0, self.end - unfinished)), end)
+            finally:
+                os.close(descriptor)
 
     def _lose(self, count: int) -> None:
         self._missing += count
@@ -237,6 +260,29 @@ def tail_offset(folder: Path, lines: int | None) -> int:
         except OSError:
             continue
     return oldest
+
+
+def since_offset(folder: Path, moment: float) -> int | None:
+    """Where the lines begin that were written from `moment` on, in seconds since the epoch; up to a second of earlier
+    ones come with them. None when the log has no times: a supervisor of an earlier version writes it."""
+    try:
+        with open(folder / "log.times", "rb") as file:
+            low, high = 0, os.fstat(file.fileno()).st_size // _TIME_BYTES
+            records = high
+            # The first record that is newer than a second before: what an older one stands for was written by then.
+            while low < high:
+                middle = (low + high) // 2
+                file.seek(middle * _TIME_BYTES)
+                if int(file.read(15)) > moment * 1000 - _TIME_MS:
+                    high = middle
+                else:
+                    low = middle + 1
+            if low == records:
+                return end(folder)
+            file.seek(low * _TIME_BYTES + 16)
+            return int(file.read(15))
+    except (OSError, ValueError):
+        return None
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dflash_ops import cli_train, render_runs, runs, train
+from dflash_ops import cli_train, render_runs, runs
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import answers, rundir
@@ -240,18 +240,6 @@ def test_any_answer_is_an_error_of_ours_or_an_answer(out: bytes) -> None:
             assert error.exit_code
     with pytest.raises(OpsError):
         runs.log_header(out, "lab")
-
-
-def test_bytes_of_a_log_that_are_gone_are_told() -> None:
-    got, told = bytearray(), list[str]()
-    reader = train._LogReader("lab", got.extend, told.append)
-    reader(b'{"schema_version": 1, "ok": true, "run_id": "a", "off')
-    reader(b'set": 700, "gone": 500}\nline\n')
-    assert (reader.offset, bytes(got), told) == (
-        705,
-        b"line\n",
-        ["500 bytes of the log before this are gone: it was rotated"],
-    )
 
 
 def test_no_python_there() -> None:

@@ -308,25 +308,6 @@ def test_a_wait_with_a_timeout_goes_on_after_a_broken_link(place: Container, she
         assert waiting.result(30).state is RunState.STOPPED
 
 
-def test_a_followed_log_goes_on_where_the_link_broke(place: Container, shell: Shell, tmp_path: Path) -> None:
-    run = begin(shell, place, config="pause = 0.01\nwidth = 300")
-    got, breaks = bytearray(), list[str]()
-    with Proxy(place.host, tmp_path) as proxy, Shell() as other, ThreadPoolExecutor(1) as pool:
-        far = proxy.before(place)
-        following = pool.submit(train.logs, other, far, "a", on_out=got.extend, follow=True, on_break=breaks.append)
-        for _ in range(2):
-            had = len(got)
-            retry_until(lambda had=had: len(got) > had + 1000)
-            proxy.cut()
-        had = len(got)
-        retry_until(lambda: len(got) > had)
-        train.stop(shell, place, run.id)
-        ended = following.result(30)
-    assert ended.state is RunState.STOPPED
-    assert len(breaks) >= 2
-    assert bytes(got) == log_of(shell, place, run.id)
-
-
 # -- the log, the window, verdicts
 
 
