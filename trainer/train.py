@@ -49,6 +49,7 @@ from trainer.start import (
     soft_cost_line,
     start_weights,
 )
+from trainer.state import checkpoint_folders
 from trainer.streams import Streams
 from trainer.tally import Step, Tally
 from trainer.threads import make_torch_thread_safe, nothing_compiles
@@ -85,11 +86,11 @@ def train(
             outcome = _train(config, run, journal, init_from, resume, stop or threading.Event(), say)
         except Stopped:
             outcome = "stopped"
-        except Exception as error:
+        except BaseException as error:  # a worker may have raised SystemExit
             explain(error)
             told = shortage_in(error, config) or error
             with contextlib.suppress(OSError):  # the disk may be what failed: its error is the one to tell
-                journal.update(state="failed", error=f"{type(told).__name__}: {told}".split("\n")[0])
+                journal.update(state="failed", error=f"{type(told).__name__}: {told}".split("\n")[0].removesuffix(": "))
             if told is not error:
                 raise told from error
             raise
@@ -153,7 +154,7 @@ def _train(
     ]
     streams, failure = Streams(devices), Failure()
     patience = Patience(stop, failure)
-    watchdog = Watchdog(config.layout.stall_seconds, lambda report: stalled(journal, report), what="the training")
+    watchdog = Watchdog(config.layout.stall_seconds, lambda report: stalled(journal, run, report), what="the training")
 
     def beat() -> None:
         """Something got on."""
@@ -366,6 +367,11 @@ def waiting_bytes(batch: RowBatch | FeatureBatch) -> int:
     return batch.device_bytes() if isinstance(batch, FeatureBatch) else 0
 
 
-def stalled(journal: Journal, report: str) -> None:
-    """The record of a training that the watchdog ends."""
+def stalled(journal: Journal, run: RunDir, report: str) -> None:
+    """The record of a training that the watchdog ends, with what was saved that nobody has told of yet."""
     journal.update(state="failed", error=report.split("\n")[0])
+    # Behind the record, for the disk may be what hangs. A later step's is a damaged one that was passed over.
+    reached = journal.status.step
+    own = [path.name for path in checkpoint_folders(run.checkpoints) if int(path.name.rpartition("-")[2]) <= reached]
+    if own:
+        journal.update(checkpoint=own[0])
