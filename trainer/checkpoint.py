@@ -27,7 +27,16 @@ from torch import Tensor
 
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.files import built_beside, file_digest, names_in, remove, replace_synced, save_tensors, write_synced
+from trainer.files import (
+    built_beside,
+    file_digest,
+    names_in,
+    nothing,
+    remove,
+    replace_synced,
+    save_tensors,
+    write_synced,
+)
 from trainer.origin import Origin
 from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
@@ -80,11 +89,13 @@ def save_drafter(folder: Path, model: DraftModel, config: DraftConfig, dtype: to
         drafter_files(building, weights, config)
 
 
-def drafter_files(folder: Path, weights: Mapping[str, Tensor], config: DraftConfig) -> None:
+def drafter_files(
+    folder: Path, weights: Mapping[str, Tensor], config: DraftConfig, beat: Callable[[], None] = nothing
+) -> None:
     """The two files of a drafter, synced, into an existing folder."""
     data = config.to_json()
     data["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    save_tensors(folder / MODEL_FILE, weights)
+    save_tensors(folder / MODEL_FILE, weights, beat)
     write_synced(folder / CONFIG_FILE, json.dumps(data, indent=2).encode())
 
 
@@ -175,22 +186,24 @@ def write_checkpoint(
     *,
     score: Score | None = None,
     origin: Origin | None = None,
+    beat: Callable[[], None] = nothing,
 ) -> Written:
     """Writes step-N below `folder`, then deletes all but the newest `keep` and the best one.
 
     score: how good this one is; None: it was not measured, and can't be the best. Raises OSError, which leaves the
     older ones intact. Later ones go too: they were damaged and passed over, else the training would have gone on from
     there. A step that is there already, whole, stays as it is: replacing it would leave a moment with none.
+    beat: called as files are written out and read again; not while safetensors writes one.
     """
     new = folder / checkpoint_name(progress.step)
     if not (new.exists() and damage(new) is None):
         _clear(folder)
         with built_beside(new) as building:
             snapshot.arrived()
-            drafter_files(building, snapshot.weights, snapshot.config)
-            save_tensors(building / OPTIMIZER_FILE, snapshot.moments)
+            drafter_files(building, snapshot.weights, snapshot.config, beat)
+            save_tensors(building / OPTIMIZER_FILE, snapshot.moments, beat)
             write_synced(building / RANDOM_FILE, snapshot.random)
-            files = {path.name: file_digest(path) for path in sorted(building.iterdir())}
+            files = {path.name: file_digest(path, beat) for path in sorted(building.iterdir())}
             state = StateFile(progress=progress, score=score, origin=origin, files=files)
             write_synced(building / STATE_FILE, state.written())
         _verified[new.resolve()] = _stamp(new)

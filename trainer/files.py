@@ -4,10 +4,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,24 +17,38 @@ from torch import Tensor
 
 from trainer.locks import locked
 
+READ = 2**20  # bytes of a file that are read at a time
+PIECE = 64 * 2**20  # bytes that the disk is to take at a time
+WRITE_OUT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 
-def file_digest(path: Path) -> str:
+
+def nothing() -> None:
+    pass
+
+
+def file_digest(path: Path, beat: Callable[[], None] = nothing) -> str:
+    """beat: called as it gets on."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(READ):
+            digest.update(piece)
+            beat()
+    return digest.hexdigest()
 
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, synced to the disk. Raises OSError."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = nothing) -> None:
+    """One safetensors file, synced to the disk. beat: called as the disk gets on with it. Raises OSError."""
     try:
         save_file(dict(tensors), path, {"format": "pt"})  # transformers wants to be told
     except SafetensorError as error:  # what it makes of a full disk, too
         raise OSError(f"can't write {path}: {error}") from error
     path.chmod(0o644)  # safetensors makes it 0600, and servers run as somebody else
-    sync(path)
+    beat()
+    sync(path, beat)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -51,13 +66,30 @@ def replace_synced(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def sync(path: Path) -> None:
-    """Flushes a file or a folder's entries to the disk."""
+def sync(path: Path, beat: Callable[[], None] = nothing) -> None:
+    """Flushes a file or a folder's entries to the disk. beat: called as the disk gets on with a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        if beat is not nothing:
+            _write_out(path, beat)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    beat()
+
+
+def _write_out(path: Path, beat: Callable[[], None]) -> None:
+    """Has the disk take a file piece by piece, where Linux can: one sync of it all says nothing until it is over.
+
+    What goes wrong is told by the sync behind it: the kernel tells an error once to each descriptor that was open.
+    """
+    write_out = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if write_out is None:
+        return
+    with path.open("rb") as file:
+        for start in range(0, path.stat().st_size, PIECE):
+            write_out(file.fileno(), ctypes.c_int64(start), ctypes.c_int64(PIECE), WRITE_OUT)
+            beat()
 
 
 @contextlib.contextmanager

@@ -6,8 +6,12 @@
 The state is copied to the host at once (snapshot.py); what the disk takes its time for happens in the thread. One write
 is under way at most: the next save waits for it. A write that fails is an OSError of the next call here, in the
 caller's thread: a training without checkpoints is not worth going on with. What was written before stays whole.
+
+Who waits for a write beats as long as the disk gets on with it, however slowly; while one hangs he does not, so that a
+watchdog can end the process.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +20,8 @@ from types import TracebackType
 from trainer.checkpoint import Progress, Score, Written, newest_good_checkpoint, tidy, write_checkpoint
 from trainer.origin import Origin
 from trainer.snapshot import HostCopy, Snapshot, Trained
+
+LOOK_SECONDS = 0.5  # between two looks whether a write gets on
 
 
 class Saver:
@@ -30,16 +36,19 @@ class Saver:
         origin: Origin | None,
         saved: Callable[[Written], None],
         say: Callable[[str], None],
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """state: what each checkpoint is made of, as it is at that moment.
 
         saved: called, in the caller's thread, when a checkpoint is on the disk. say: what is odd about others.
+        beat: called while a call here waits for a write, whenever that has got on.
         """
         self._say, self._said = say, set[str]()
-        self._folder, self._state = folder, state
+        self._folder, self._state, self._beat = folder, state, beat
         self._keep, self._origin, self._saved = keep, origin, saved
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
+        self._done = 0  # pieces of its work that the thread has told of
         self._written: Written | None = None
         self._error: BaseException | None = None
 
@@ -64,7 +73,12 @@ class Saver:
         """Waits for the write under way, however long the disk takes. Raises OSError when it failed."""
         if self._thread is None:
             return
-        self._thread.join()
+        before = self._got_on()
+        while self._thread.is_alive():
+            self._thread.join(LOOK_SECONDS)
+            if (now := self._got_on()) != before:
+                before = now
+                self._beat()
         self._thread = None
         error, self._error = self._error, None
         written, self._written = self._written, None
@@ -76,6 +90,20 @@ class Saver:
             self._saved(written)
             self._notes(written)
 
+    def _got_on(self) -> object:
+        """Another value when the thread has done something. safetensors tells of nothing, and makes a file of its
+        whole length first: its blocks and its time are what changes.
+        """
+        files: list[tuple[str, int, int, int]] = []
+        with contextlib.suppress(OSError):  # one was just renamed; or the disk fails, which the thread will tell
+            for path in self._folder.glob(".*.tmp/*"):
+                stat = path.stat()
+                files.append((path.name, stat.st_size, stat.st_blocks, stat.st_mtime_ns))
+        return self._done, sorted(files)
+
+    def _piece_done(self) -> None:
+        self._done += 1
+
     def _notes(self, written: Written) -> None:
         for note in written.notes:
             if note not in self._said:  # each save would say it again
@@ -85,7 +113,7 @@ class Saver:
     def _write(self, snapshot: Snapshot, progress: Progress, score: Score | None) -> None:
         try:
             self._written = write_checkpoint(
-                self._folder, snapshot, progress, self._keep, score=score, origin=self._origin
+                self._folder, snapshot, progress, self._keep, score=score, origin=self._origin, beat=self._piece_done
             )
         except BaseException as error:  # whatever it is, the caller must see it
             self._error = error

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from test_checkpoint import at, files_of_at_most, learn, trained
 from tiny_runs import StopAfter, config_of, figures, metrics_of, silent, status_of
 
-from trainer import saving
-from trainer.checkpoint import Score, Written, load_checkpoint, newest_good_checkpoint, read_state
+from trainer import files, saving
+from trainer.checkpoint import Score, Written, load_checkpoint, newest_good_checkpoint, read_state, write_checkpoint
 from trainer.config import TrainConfig, as_mapping
 from trainer.origin import changes_since, origin_of
 from trainer.randomness import random_states, restore_random_states
 from trainer.saving import Saver
-from trainer.snapshot import Trained
+from trainer.snapshot import HostCopy, Trained
 from trainer.train import train
 
 
@@ -118,6 +119,78 @@ def test_an_error_on_its_way_is_not_hidden_by_the_writes(tmp_path: Path) -> None
         writer.save(at(2))
         raise KeyError
     assert [written.path.name for written in told] == ["step-00000002"]
+
+
+def test_who_waits_for_a_slow_write_beats_while_it_gets_on_and_not_while_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    building, beats, looks = tmp_path / ".step-00000001.tmp", threading.Semaphore(0), threading.Semaphore(0)
+    left: list[int] = []
+
+    def beaten() -> bool:
+        return beats.acquire(timeout=30)
+
+    def looked(times: int) -> None:
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(times):
+            assert looks.acquire(timeout=30)
+
+    def slow(*args: Any, beat: Callable[[], None], **named: Any) -> Written:
+        looked(1)
+        building.mkdir()
+        with (building / "model.safetensors").open("wb", buffering=0) as file:
+            file.truncate(4 * 2**20)  # as safetensors does
+            assert beaten()
+            for place in range(0, 4 * 2**20, 2**20):
+                file.seek(place)
+                file.write(b"x" * 2**20)
+                assert beaten()
+        beat()  # which changes nothing on the disk
+        assert beaten()
+        looked(5)
+        while beats.acquire(blocking=False):
+            pass
+        looked(20)  # and nothing new was to be seen
+        left.append(beats.acquire(blocking=False))
+        return Written(tmp_path / "step-00000001", False)
+
+    monkeypatch.setattr(saving, "write_checkpoint", slow)
+    monkeypatch.setattr(saving, "LOOK_SECONDS", 0.002)
+    writer, *_ = saver(tmp_path, [], beat=beats.release)
+    got_on = writer._got_on
+    monkeypatch.setattr(writer, "_got_on", lambda: (got_on(), looks.release())[0])
+    writer.save(at(1))
+    writer.wait()
+    assert left == [False]
+
+
+def test_a_writer_beats_after_each_file_and_digest_and_inside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(1)
+    at_each: list[tuple[str, ...]] = []  # what was there when it beat
+
+    def beat() -> None:
+        at_each.append(tuple(sorted(path.name for path in tmp_path.glob(".*.tmp/*"))))
+
+    monkeypatch.setattr(files, "PIECE", 2**14)
+    monkeypatch.setattr(files, "READ", 2**14)
+    snapshot = HostCopy().take(Trained.alone(model, optimizer))
+    written = write_checkpoint(tmp_path, snapshot, at(1), 2, beat=beat).path
+    sizes = {path.name: path.stat().st_size for path in written.iterdir()}
+    one, two = "model.safetensors", "optimizer.safetensors"
+
+    def pieces(*names: str) -> int:
+        return sum(-(-sizes[name] // 2**14) for name in names)
+
+    assert sizes[one] > 2 * 2**14
+    # Written, synced in pieces, synced.
+    assert at_each.count((one,)) == 2 + pieces(one)
+    assert at_each.count(("config.json", one, two)) == 2 + pieces(two)
+    assert len(at_each) - at_each.index(("config.json", one, two, "random.json")) == pieces(
+        "config.json", one, two, "random.json"
+    )
 
 
 # --- in a training ---
