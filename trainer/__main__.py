@@ -137,9 +137,9 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
 
 def leave(code: int) -> NoReturn:
     """Ends the process, at once when a thread was left behind."""
-    from trainer.pipeline import left_running
-
-    if left_running():
+    # Where it was not imported there is no thread of one, and it would import torch.
+    pipeline = sys.modules.get("trainer.pipeline")
+    if pipeline is not None and pipeline.left_running():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -207,4 +207,10 @@ def _parser() -> argparse.ArgumentParser:
 _Raw = argparse.RawDescriptionHelpFormatter
 
 if __name__ == "__main__":
-    leave(main())
+    try:
+        code = main()
+    except Exception as error:
+        # As Python would tell it, but before it takes itself down, which it can't under a thread that was left behind.
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    leave(code)

@@ -110,6 +110,48 @@ def test_commands_with_words_of_their_own_are_told_what_they_are_for(capsys: pyt
         assert f"{name} {what}" in shown.replace("- ", "-"), module
 
 
+FAILS = """
+import runpy, sys, threading, types
+
+def main(words):
+    import torch
+    from trainer.pipeline import Worker
+
+    busy = threading.Event()
+
+    def works(worker, of):
+        x = torch.ones(700, 700)
+        while True:
+            x = torch.tanh(x @ x)
+            busy.set()
+
+    Worker("drafter", 0, works, None).start()
+    busy.wait()
+    error = RuntimeError("shapes differ")
+    error.add_note("raised in the worker drafter")
+    raise error
+
+sys.modules["trainer.selftest"] = types.SimpleNamespace(main=main)
+sys.argv = ["trainer", "selftest"]
+runpy.run_module("trainer", run_name="__main__")
+"""
+
+
+def test_an_error_with_a_thread_left_behind_ends_with_its_traceback_and_code_1() -> None:
+    """And not with an abort, since the thread can't be in torch while Python takes itself down."""
+    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.startswith("Traceback (most recent call last):\n")
+    assert ended.stderr.endswith("\nRuntimeError: shapes differ\nraised in the worker drafter\n")
+
+
+def test_a_command_without_threads_needs_no_torch_to_end(tiny_folder: Path) -> None:
+    code = "import runpy, sys\nsys.argv[0] = 'trainer'\ntry: runpy.run_module('trainer', run_name='__main__')\n"
+    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "check", str(tiny_folder / "config.toml")]
+    assert subprocess.check_output(command, text=True).endswith("\n0 False\n")
+
+
 @pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "config.toml"], ["train", "--dry-run"]])
 def test_wrong_words_are_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
