@@ -29,8 +29,10 @@ from trainer.optim import make_optimizer
 from trainer.threads import make_compiler_thread_safe
 
 FORMS = 8  # in which a function is compiled for one device, at most: 2 of the drafter, 4 of the loss, some to spare
+COMPILE_SECONDS = 900.0  # that one drafter may take cold: nothing in between says that the compiler gets on
 
 Say = Callable[[str], None]
+Allow = Callable[[float], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,19 @@ def make_learner(config: TrainConfig, model: DraftModel, head_VH: Tensor) -> Lea
 
 
 def warm_up(
-    learners: Sequence[Learner], shape: BatchShape, *, say: Say, check: Callable[[], None] = lambda: None
+    learners: Sequence[Learner],
+    shape: BatchShape,
+    *,
+    say: Say,
+    check: Callable[[], None] = lambda: None,
+    allow: Allow = contextlib.nullcontext,
 ) -> list[Warmed]:
     """Compiles all that these learners will run, one after the other, in this thread. A line is said for each device.
 
     To be called while no other thread uses torch, under the streams that the learners will use. Their weights and the
     random generators stay as they are. check: called before each learner's turn; may raise, so that a stop needn't
-    wait for all. On the CPU nothing is compiled, and nothing is done.
+    wait for all. allow: given the seconds that a learner's turn may take, it is open meanwhile (the watchdog's). On
+    the CPU nothing is compiled, and nothing is done.
     """
     learners = [learner for learner in learners if learner.device.type == "cuda"]
     if not learners:
@@ -103,11 +111,16 @@ def warm_up(
     folder = use_compile_cache(say)
     devices = ", ".join(dict.fromkeys(str(learner.device) for learner in learners))
     say(f"warming up {devices}, one after the other; compile cache: {folder or 'none that lasts'}")
-    return compile_all(learners, shape, say=say, check=check)
+    return compile_all(learners, shape, say=say, check=check, allow=allow)
 
 
 def compile_all(
-    learners: Sequence[Learner], shape: BatchShape, *, say: Say, check: Callable[[], None] = lambda: None
+    learners: Sequence[Learner],
+    shape: BatchShape,
+    *,
+    say: Say,
+    check: Callable[[], None] = lambda: None,
+    allow: Allow = contextlib.nullcontext,
 ) -> list[Warmed]:
     """warm_up on any device, wherever torch keeps what it compiles."""
     if (safety := make_compiler_thread_safe()) and safety.left:
@@ -120,7 +133,8 @@ def compile_all(
         started, before = time.perf_counter(), _graphs()
         for number in here:
             check()
-            with _forms_for(len(learners)), torch.cuda.device(device) if _is_gpu(device) else contextlib.nullcontext():
+            there = torch.cuda.device(device) if _is_gpu(device) else contextlib.nullcontext()
+            with allow(COMPILE_SECONDS), _forms_for(len(learners)), there:
                 try:
                     learners[number].warm_up(made_up_batch(learners[number].model.config, shape, device))
                 except Exception as error:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 
 STALLED_CODE = 14  # of a process that the watchdog has ended
@@ -54,6 +54,7 @@ class Watchdog:
         that stands still, for the report. leave: ends the process, given STALLED_CODE.
         """
         self._seconds, self._on_stall, self._what, self._leave = seconds, on_stall, what, leave
+        self._limit = seconds  # at this moment
         self._asked: list[Callable[[], Mapping[str, str]]] = []
         self._beaten = False
         self._over = threading.Event()
@@ -62,6 +63,19 @@ class Watchdog:
     def beat(self) -> None:
         """Something got on. From any thread, as often as you like."""
         self._beaten = True
+
+    @contextlib.contextmanager
+    def allow(self, seconds: float) -> Generator[None]:
+        """In its block so many seconds without a beat are not too many: for what can't tell that it gets on.
+
+        The longer of these and the watchdog's own count. From one thread. Where there is no watch it begins none.
+        """
+        before, self._limit = self._limit, max(self._limit, seconds)
+        try:
+            yield
+        finally:
+            self.beat()
+            self._limit = before  # after the beat: see _watch
 
     def ask(self, doing: Callable[[], Mapping[str, str]]) -> None:
         """Has a report say what threads do, by their names. It must wait for nothing."""
@@ -74,15 +88,16 @@ class Watchdog:
             now = time.monotonic()
             quiet += min(now - before, 2 * tick)
             before = now
+            limit = self._limit  # before the beat is looked at: it comes first when the limit falls
             if self._beaten:
                 self._beaten, quiet = False, 0.0
-            if quiet >= self._seconds:
-                self._stalled()
+            if quiet >= limit:
+                self._stalled(limit)
                 return
-            _dump_unless_again_within(2 * self._seconds)
+            _dump_unless_again_within(2 * limit)
 
-    def _stalled(self) -> None:
-        report = self._report()
+    def _stalled(self, limit: float) -> None:
+        report = self._report(limit)
         for tell in (_write, self._on_stall):
             teller = threading.Thread(target=_try, args=(tell, report), name="watchdog's report", daemon=True)
             teller.start()
@@ -90,8 +105,8 @@ class Watchdog:
         if not self._over.is_set():  # the block was left meanwhile: nothing hangs
             self._leave(STALLED_CODE)
 
-    def _report(self) -> str:
-        still = f"{self._what} stands still: nothing got on for {self._seconds:g} s"
+    def _report(self, limit: float) -> str:
+        still = f"{self._what} stands still: nothing got on for {limit:g} s"
         lines = [f"{still}; the process ends with code {STALLED_CODE}"]
         for doing in self._asked:
             try:

@@ -1,5 +1,6 @@
 """Warming up. The CPU compiles nothing by itself: here the learners are compiled with dynamo alone, or by Inductor."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -175,6 +176,20 @@ def test_a_stop_waits_for_one_learner_only() -> None:
             stubs(*[Stub(lambda: done.append(threading.current_thread().name))] * 3), SHAPE, say=quietly, check=check
         )
     assert done == [threading.current_thread().name]
+
+
+def test_each_learner_is_allowed_the_time_of_a_cold_compilation() -> None:
+    """Less than that many seconds without a beat are no hang, whatever layout.stall_seconds says."""
+    order: list[object] = []
+
+    @contextlib.contextmanager
+    def allow(seconds: float) -> Iterator[None]:
+        order.append(seconds)
+        yield
+        order.append("over")
+
+    compile_all(stubs(*[Stub(lambda: order.append("compiled"))] * 2), SHAPE, say=quietly, allow=allow)
+    assert order == [900.0, "compiled", "over"] * 2
 
 
 def test_an_error_names_device_and_drafter() -> None:

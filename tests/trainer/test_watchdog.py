@@ -97,6 +97,21 @@ def test_a_process_that_was_stopped_and_goes_on_did_not_stall(monkeypatch: pytes
         assert left.wait(BOUND)  # but nothing gets on now
 
 
+def test_what_is_allowed_more_time_gets_it_and_nothing_after_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, clock, told = Left(), Time(monkeypatch), list[str]()
+    with Watchdog(0.1, told.append, leave=left) as watchdog:
+        with watchdog.allow(BOUND), watchdog.allow(0.01):  # which is less than it has
+            before = clock.looks
+            wait_until(lambda: clock.looks > before + 20)  # at 0.0125 s, 0.25 s in all
+            assert not left.is_set()
+        assert left.wait(BOUND)
+    assert told[0].startswith("the process stands still: nothing got on for 0.1 s;")
+    hangs = Left()
+    with Watchdog(0.01, told.append, leave=hangs) as watchdog, watchdog.allow(0.2):
+        assert hangs.wait(BOUND)
+    assert told[1].startswith("the process stands still: nothing got on for 0.2 s;")
+
+
 def test_zero_is_no_watch() -> None:
     with Watchdog(0) as watchdog:
         watchdog.beat()
