@@ -338,14 +338,14 @@ def config_file(tiny_folder: Path, folder: Path, **changes: Any) -> str:
 
 
 def test_cold_starts(tiny_folder: Path, tmp_path: Path, soak: bool) -> None:
-    """Three drafters on one GPU, nothing compiled before; several processes at a time, each with a cache of its own."""
+    """Three drafters on one GPU, nothing compiled before; several at a time, each with a cache of its own."""
 
     def start(number: int) -> str:
         folder = tmp_path / str(number)
         folder.mkdir()
         return started(["train", config_file(tiny_folder, folder), str(folder / "run")], folder)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 4)) as pool:
         logs = list(pool.map(start, range(20 if soak else 3)))
     for log in logs:
         assert "cuda:0 warmed up in" in log and "s, cold: " in log and ", 0 from the compile cache" in log
