@@ -210,6 +210,17 @@ def write_checkpoint(
     return tidy(new, keep)
 
 
+def write_score(checkpoint: Path, progress: Progress, score: Score | None, keep: int) -> Written:
+    """Says in a whole checkpoint what was measured of it after it was written, then tidies as a save does.
+
+    Only state.json is replaced, by rename. Raises OSError, which leaves it as it was.
+    """
+    state = read_state(checkpoint).model_copy(update={"progress": progress, "score": score})
+    replace_synced(checkpoint / STATE_FILE, state.written())
+    _verified[checkpoint.resolve()] = _stamp(checkpoint)
+    return tidy(checkpoint, keep, later=False)
+
+
 def tidy(new: Path, keep: int, *, later: bool = True) -> Written:
     """Beside a checkpoint that is whole: writes best.json, deletes what is not to be kept and what a kill left behind.
 

@@ -75,8 +75,13 @@ class Feed:
         """What is cut and left out for the rows' length, and how full they are; one line each."""
         return self.rows.report + (self._held.report if self._held else ())
 
-    def batches(self, done: int, cursor: Cursor) -> Iterator[RowBatch]:
-        """All that comes after `done` steps, from a cursor on: a step's batches, then the held-out ones when due."""
+    def batches(self, done: int, cursor: Cursor, *, measured: bool = True) -> Iterator[RowBatch]:
+        """All that comes after `done` steps, from a cursor on: a step's batches, then the held-out ones when due.
+
+        measured: False: those that were due after the last step that is done come first.
+        """
+        if not measured:
+            yield from self._heldout()
         for step in range(done + 1, self._steps + 1):
             rows: list[Row] = []
             for _ in range(self._rows_per_step):

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,21 @@ class Journal:
             decoded_accept=decoded and decoded.decoded_accept,
             skipped=skipped,
         )
+
+    def amend(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Adds what was measured after a step to its record, which was written before. None there: it was not told."""
+        if not self._run_dir.metrics.exists():
+            return
+        records = read_metrics(self._run_dir.metrics.read_bytes())
+        if not records or records[-1].step != step:
+            return
+        records[-1] = StepRecord.model_validate({**records[-1].model_dump(), **figures})
+        replace_file(self._run_dir.metrics, b"".join(_line(record) for record in records))
+        self._events.write(records[-1])
+        self.update(
+            **{name: value for name, value in figures.items() if name in Status.model_fields and value is not None}
+        )
+        self._say(step_line(records[-1], self.status.total_steps))
 
     def record(self, record: StepRecord) -> None:
         """Appends a step's figures to metrics.jsonl and the events, brings status.json up to date, prints the line."""

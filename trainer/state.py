@@ -32,6 +32,7 @@ class Progress(BaseModel):
     first_loss: float | None = None
     skipped: int = 0  # steps whose loss or gradient was not finite
     skipped_in_a_row: tuple[str, ...] = ()  # the last ones of them, each named with its data: none was learned since
+    unmeasured: bool = False  # what was to be measured after the last step was not: a stop came first
 
 
 class StateFile(BaseModel):

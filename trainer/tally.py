@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,13 +151,20 @@ class Tally:
             memory_mib=memory_mib(self._devices),
             seconds=self._clock.seconds(),
             time=now(),
-            heldout_loss=step.heldout and number(step.heldout.loss),
-            heldout_accept=step.heldout and number(step.heldout.accept),
-            heldout_cycle_accept=step.heldout and number(step.heldout.cycle_accept),
-            decoded_accept=step.decoded and number(step.decoded.macro),
-            decoded_accept_micro=step.decoded and number(step.decoded.micro),
-            decoded_histogram=step.decoded and step.decoded.histogram,
+            **measured_figures(step.heldout, step.decoded),
         )
+
+
+def measured_figures(heldout: HeldoutFigures | None, decoded: CycleFigures | None) -> dict[str, Any]:
+    """What a record tells of what was measured after its step."""
+    return {
+        "heldout_loss": heldout and number(heldout.loss),
+        "heldout_accept": heldout and number(heldout.accept),
+        "heldout_cycle_accept": heldout and number(heldout.cycle_accept),
+        "decoded_accept": decoded and number(decoded.macro),
+        "decoded_accept_micro": decoded and number(decoded.micro),
+        "decoded_histogram": decoded and decoded.histogram,
+    }
 
 
 def number(value: float) -> float | None:

@@ -15,13 +15,14 @@ from typing import Literal
 import torch
 
 from trainer import sizes
-from trainer.checkpoint import Progress, Score, Written, judge, read_state, restore
+from trainer.acceptance import CycleFigures
+from trainer.checkpoint import Progress, Score, Written, judge, read_state, restore, write_score
 from trainer.config import TrainConfig, idle_keys
 from trainer.devices import listed, plus
 from trainer.diagnosis import explain
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
-from trainer.heldout import heldout_figures
+from trainer.heldout import HeldoutFigures, heldout_figures
 from trainer.journal import Journal
 from trainer.layout import check_layout, parse
 from trainer.live import HeldoutDecoder, heldout_prompts, measuring
@@ -51,7 +52,7 @@ from trainer.start import (
 )
 from trainer.state import checkpoint_folders
 from trainer.streams import Streams
-from trainer.tally import Step, Tally
+from trainer.tally import Step, Tally, measured_figures
 from trainer.threads import make_torch_thread_safe, nothing_compiles
 from trainer.warm import batch_shape, make_learner, warm_up
 from trainer.watchdog import Watchdog
@@ -204,6 +205,12 @@ def _train(
         if stop.is_set():
             raise Stopped
 
+    def decodes_after(step: int) -> bool:
+        return decoder is not None and (step % settings.decode_every == 0 or step == settings.steps)
+
+    def measures_after(step: int) -> bool:
+        return feed.measures_after(step) or decodes_after(step)
+
     decoder = None
     if heldout and settings.decode_every:
         prompts = heldout_prompts(
@@ -218,14 +225,18 @@ def _train(
         for each, place in zip(targets, places, strict=True)
     ]
     target_stage = Stage("target", workers)
-    source = feed.batches(progress.step, cursor)
+    # A stop may have come before what was to be measured after the last step was.
+    unmeasured = progress.unmeasured and is_own and measures_after(progress.step)
+    source = feed.batches(progress.step, cursor, measured=not (unmeasured and feed.measures_after(progress.step)))
     with (
         streams.current(),
         watchdog,
-        Saver(run.checkpoints, replicas.state, keep=settings.keep, origin=origin, saved=saved, say=say) as saver,
+        Saver(
+            run.checkpoints, replicas.state, keep=settings.keep, origin=origin, saved=saved, say=say, beat=beat
+        ) as saver,
     ):
         finish_loading([*devices, *(device for place in places for device in place)])
-        if progress.step < settings.steps:
+        if progress.step < settings.steps or unmeasured:
             shape = batch_shape(config, feed.micro_rows, target.dtype)
             warm_up(learners, shape, say=say, check=still_wanted)
         with (
@@ -280,7 +291,29 @@ def _train(
                 saver.tidy(earlier)  # which no save will do any more
             results = iter(pipeline)
             score: Score | None = None  # of the last step
+
+            def measure(step: int) -> tuple[HeldoutFigures | None, CycleFigures | None]:
+                """What is due after a step, of what is to be measured; None for what a stop has cut."""
+                figured = decoded = None
+                with aside():
+                    if feed.measures_after(step) and not stop.is_set():
+                        batches = islice(results, feed.heldout_batches)
+                        figured = heldout_figures(replicas, batches, stop, late=replicas_count)
+                    if decoder and decodes_after(step) and not stop.is_set():
+                        decoded = decoder.measure(stop, beat)
+                return figured, decoded
+
+            def cut(step: int, figured: HeldoutFigures | None, decoded: CycleFigures | None) -> bool:
+                return (feed.measures_after(step) and figured is None) or (decodes_after(step) and decoded is None)
+
             try:
+                if unmeasured and earlier:
+                    measured, decoded = measure(progress.step)
+                    if not cut(progress.step, measured, decoded):
+                        score = scores.score(measured, decoded) if scores else None
+                        progress = progress.model_copy(update={"unmeasured": False})
+                        journal.amend(progress.step, measured_figures(measured, decoded))
+                        write_score(earlier, progress, score, settings.keep)
                 for step in range(progress.step + 1, settings.steps + 1):
                     if stop.is_set():
                         break
@@ -298,22 +331,15 @@ def _train(
                         packing=feed.rows.packing,
                     )
 
-                    measured = score = None
-                    if feed.measures_after(step) and not stop.is_set():
-                        tally.settle()
-                        figures.read()  # waits for the step, which is training, before what is none begins
-                        with aside():
-                            heldout_batches = islice(results, feed.heldout_batches)
-                            measured = heldout_figures(replicas, heldout_batches, stop, late=replicas_count)
-                    decoded = None
-                    if decoder and (step % settings.decode_every == 0 or step == settings.steps) and not stop.is_set():
-                        tally.settle()
-                        figures.read()
-                        with aside():
-                            decoded = decoder.measure(stop, beat)
-                    score = scores.score(measured, decoded) if scores else None
-                    if step == settings.steps and feed.measures_after(step) and measured is None:
-                        say("stopped after the last step: the held-out data was not measured after it")
+                    measured = decoded = score = None
+                    if measures_after(step):
+                        progress = progress.model_copy(update={"unmeasured": True})
+                        if not stop.is_set():
+                            tally.settle()
+                            figures.read()  # waits for the step, which is training, before what is none begins
+                            measured, decoded = measure(step)
+                        progress = progress.model_copy(update={"unmeasured": cut(step, measured, decoded)})
+                        score = scores.score(measured, decoded) if scores else None
                     tally.add(Step(rows, lr, tokens, figures, measured, decoded))
                     # What is decoded is saved too: else its score were for nothing.
                     if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
@@ -337,7 +363,7 @@ def _train(
             saver.wait()
     for name in (*pipeline.left_behind, *replicas.left_behind):
         say(f"the thread {name!r} is still busy and was left behind")
-    return "finished" if progress.step == settings.steps else "stopped"
+    return "finished" if progress.step == settings.steps and not progress.unmeasured else "stopped"
 
 
 def learn_from(batches: Iterable[FeatureBatch], replicas: Replicas) -> int:

@@ -1,18 +1,22 @@
 """What a training says of its held-out data, computed once more by hand: one block at a time, as a decoder would."""
 
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import conversations, tiny_toml, write_jsonl
-from tiny_runs import metrics_of, status_of
+from tiny_runs import config_of, figures, metrics_of, silent, status_of
 from torch import Tensor
 
 from trainer.checkpoint import load_drafter
 from trainer.config import load
 from trainer.draft import DraftCache, DraftModel
 from trainer.prepared import open_prepared
+from trainer.records import RunDir, checkpoint_name
+from trainer.state import damage
 from trainer.target import TargetModel, load_target
 from trainer.train import train
 
@@ -96,3 +100,43 @@ def test_held_out_figures_are_those_of_every_block_by_itself(tiny_folder: Path, 
     assert status.heldout_cycle_accept == record.heldout_cycle_accept
     told = f"| held-out loss {loss:.4f} accept {accept:.2f}, {cycles:.2f} a cycle"
     assert [line for line in lines if line.startswith("step 60/60") and line.endswith(told)]
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_a_measurement_that_a_stop_has_cut_comes_first_when_the_run_goes_on(
+    at: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records, best.json and the end are those of a run that was not stopped. Step 8 is the last."""
+    from trainer import train as module
+    from trainer.checkpoint import read_best, read_state
+
+    changes = {"train__steps": 8, "train__eval_every": 4, "train__checkpoint_every": 4, "train__keep": 9}
+    config = config_of(tiny_folder, **changes, train__decode_every=4, train__decode_prompts=1, train__decode_tokens=3)
+    train(config, tmp_path / "whole", say=silent)
+    measure, stop, steps = module.heldout_figures, threading.Event(), iter([4, 8])
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        if next(steps) == at:
+            stop.set()
+        return measure(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "heldout_figures", stopped)
+        assert train(config, tmp_path / "cut", stop=stop, say=silent) == "stopped"
+    status = status_of(tmp_path / "cut")
+    assert (status.state, status.step) == ("stopped", at)
+    assert read_state(RunDir(tmp_path / "cut").checkpoints / checkpoint_name(at)).progress.unmeasured
+    assert metrics_of(tmp_path / "cut")[-1].heldout_loss is None
+    # A stop before anything is measured changes nothing; then it is.
+    stop.set()
+    assert train(config, tmp_path / "cut", stop=stop, say=silent) == "stopped"
+    lines: list[str] = []
+    assert train(config, tmp_path / "cut", say=lines.append) == "finished"
+    assert figures(metrics_of(tmp_path / "cut")) == figures(metrics_of(tmp_path / "whole"))
+    assert read_best(RunDir(tmp_path / "cut").checkpoints) == read_best(RunDir(tmp_path / "whole").checkpoints)
+    for step in (4, 8):
+        states = [read_state(RunDir(tmp_path / run).checkpoints / checkpoint_name(step)) for run in ("cut", "whole")]
+        assert states[0].score == states[1].score and not states[0].progress.unmeasured
+        assert damage(RunDir(tmp_path / "cut").checkpoints / checkpoint_name(step)) is None
+    assert status_of(tmp_path / "cut").heldout_loss == status_of(tmp_path / "whole").heldout_loss
+    assert len([line for line in lines if line.startswith(f"step {at}/8 ")]) == 1
