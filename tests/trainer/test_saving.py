@@ -21,6 +21,7 @@ from trainer.randomness import random_states, restore_random_states
 from trainer.saving import Saver
 from trainer.snapshot import HostCopy, Trained
 from trainer.train import train
+from trainer.watchdog import Watchdog
 
 
 class Held:
@@ -213,6 +214,31 @@ def test_a_training_goes_on_while_its_checkpoint_is_written(
     assert order.index("saved step-00000002") > order.index("step 3")
     assert {line for line in order if "saved" in line} == {f"saved step-0000000{step}" for step in (2, 4, 6)}
     assert status_of(tmp_path).checkpoint == "step-00000006"
+
+
+def test_the_watchdog_of_a_training_hears_that_its_last_write_gets_on(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, beat, beats = saving.write_checkpoint, Watchdog.beat, threading.Semaphore(0)
+    heard: list[bool] = []
+
+    def slow(folder: Path, *args: Any, **named: Any) -> Written:
+        building = folder / ".step-00000002.tmp"
+        building.mkdir(parents=True)
+        while beats.acquire(blocking=False):  # those of the steps
+            pass
+        for number in range(100):  # the first may come before anybody waits
+            (building / f"{number}").touch()
+            heard.append(beats.acquire(timeout=0.1))
+            if sum(heard) == 3:
+                break
+        return write(folder, *args, **named)
+
+    monkeypatch.setattr(saving, "write_checkpoint", slow)
+    monkeypatch.setattr(saving, "LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(Watchdog, "beat", lambda watchdog: (beats.release(), beat(watchdog))[1])
+    assert train(config_of(tiny_folder, train__steps=2, train__eval_every=0), tmp_path, say=silent) == "finished"
+    assert sum(heard) == 3
 
 
 def test_a_checkpoint_is_told_of_as_soon_as_it_is_on_the_disk(tiny_folder: Path, tmp_path: Path) -> None:
