@@ -3,19 +3,22 @@
 import contextlib
 import re
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from trainer.config import TrainConfig, micro_rows
-from trainer.layout import parse
+from trainer.devices import Devices
+from trainer.layout import Layout, parse
 from trainer.memory import MIB, Part, memory, remedies, said
 from trainer.start import TrainingError
 
-# What a worker's own work takes, the most effective first; what else is on its device comes behind that.
+# What lowers a worker's own part, the most effective first; what else is on the device comes behind that.
 FIRST = {
     "target": ("lower train.micro_rows", "lower data.row_tokens"),
     "drafter": ("lower train.micro_rows", "lower train.chunk_blocks", "lower train.anchors"),
 }
+ARRIVING = ("lower layout.depth", "lower layout.queue_mib", "lower train.micro_rows")  # features on a drafter's GPU
 SHORT = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -24,25 +27,6 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in SHORT)
     )
-
-
-def explain_shortage(
-    error: BaseException, worker: str, device: torch.device | str, shapes: str, config: TrainConfig
-) -> TrainingError:
-    """What to raise instead of an error that is_shortage, from it.
-
-    worker: the thread's name, which begins with "target" or "drafter". shapes: of what it had in its hands, in words.
-    """
-    place = str(torch.device(device))
-    place = "cuda:0" if place == "cuda" else place
-    parts = _parts_on(place, config)
-    less = said(remedies(parts, config, FIRST.get(re.split(r"\W|\d", worker)[0], ())))
-    biggest = ""
-    if parts:
-        largest, total = max(parts, key=lambda part: part.bytes), sum(part.bytes for part in parts)
-        biggest = f" (by estimate the largest part of {total / MIB:,.0f} MiB there is {largest.what}: "
-        biggest += f"{largest.bytes / MIB:,.0f} MiB)"
-    return TrainingError(f"{worker} ran out of memory on {place} with {shapes}: {_told(str(error))}; {less}{biggest}")
 
 
 def note_worker(error: BaseException) -> None:
@@ -54,31 +38,65 @@ def note_worker(error: BaseException) -> None:
 def shortage_in(error: BaseException, config: TrainConfig) -> TrainingError | None:
     """What to raise instead of an error that ended a training, if memory was too little; None for any other.
 
-    What the main thread queued (updates, measuring) counts as the first drafter's.
+    Whose it is note_worker has kept; what it has not seen was done by the main thread: loading, updates, measuring.
     """
     if not is_shortage(error):
         return None
-    layout = parse(config.layout)
-    places = {f"target-{n}": devices[-1] for n, devices in enumerate(layout.targets)}
-    places |= {f"drafter-{n}": device for n, device in enumerate(layout.drafters)}
-    places |= {"target": layout.targets[0][-1], "drafter": layout.drafters[0]}
-    worker = getattr(error, "worker", "drafter")
-    if worker not in places:
-        worker = "drafter"
-    rows, settings = micro_rows(config), config.train
-    shapes = (
-        f"{rows} row{'s' if rows > 1 else ''} of {config.data.row_tokens:,} tokens, {settings.anchors:,} anchors each"
+    layout, rows, message = parse(config.layout), micro_rows(config), str(error)
+    worker: str | None = getattr(error, "worker", None)
+    own = _own_devices(worker, layout)
+    place = _named(message) or (own[-1] if own else None)
+    parts = _parts_on(place, config)
+    less = said(remedies(parts, config, _first(worker, own, place, parts, layout)))
+    biggest = ""
+    if parts:
+        largest, total = max(parts, key=lambda part: part.bytes), sum(part.bytes for part in parts)
+        biggest = f" (by estimate the largest part of {total / MIB:,.0f} MiB there is {largest.what}: "
+        biggest += f"{largest.bytes / MIB:,.0f} MiB)"
+    forward = f"{rows} row{'s' if rows > 1 else ''} of {config.data.row_tokens:,} tokens, "
+    forward += f"{config.train.anchors:,} anchors each"
+    return TrainingError(
+        f"{worker or 'the main thread'} ran out of memory{f' on {place}' if place else ''} with "
+        f"{'' if worker else 'forwards of '}{forward}: {_told(message)}; {less}{biggest}"
     )
-    return explain_shortage(error, worker, places[worker], shapes, config)
 
 
-def _parts_on(device: str, config: TrainConfig) -> list[Part]:
+def _named(message: str) -> str | None:
+    """The device that torch names: a worker allocates on others' devices, too."""
+    if gpu := re.search(r"GPU (\d+) has a total capacity", message):
+        return f"cuda:{gpu[1]}"
+    return "cpu" if "DefaultCPUAllocator" in message else None
+
+
+def _own_devices(worker: str | None, layout: Layout) -> Devices:
+    """A worker's own, as the pipeline and the replicas name them; none of a thread that is no worker's."""
+    role, _, number = (worker or "").partition("-")
+    places = {"target": layout.targets, "drafter": tuple((name,) for name in layout.drafters)}.get(role, ())
+    index = int(number) if number.isdecimal() else 0
+    return places[index] if index < len(places) else ()
+
+
+def _first(
+    worker: str | None, own: Devices, place: str | None, parts: Sequence[Part], layout: Layout
+) -> tuple[str, ...]:
+    """What to name before what makes the device's largest parts smaller."""
+    role = (worker or "").partition("-")[0]
+    if role == "target" and place not in own and place in layout.drafters:
+        return ARRIVING
+    if role in FIRST and (place in own or not parts):
+        return FIRST[role]
+    if parts:
+        return ()
+    return FIRST["target" if any(place in devices for devices in layout.targets) else "drafter"]
+
+
+def _parts_on(device: str | None, config: TrainConfig) -> list[Part]:
     """What is on a device by the estimate; nothing where that fails: an error is being told already."""
     from trainer.estimate import planned
 
     with contextlib.suppress(Exception):
         target, draft, batch, layout = planned(config)
-        return memory(target, draft, batch, config, layout).get(device, [])
+        return memory(target, draft, batch, config, layout).get(device or "", [])
     return []
 
 

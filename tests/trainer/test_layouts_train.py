@@ -161,8 +161,8 @@ def test_running_out_of_memory_names_the_worker_and_what_to_lower(
     assert main(["train", str(tmp_path / "c.toml"), str(tmp_path / "run")]) == 1
     said = capfd.readouterr().err
     assert re.match(
-        r"TrainingError: target-\d ran out of memory on cpu with 3 rows of \d+ tokens, \d+ anchors each: 3.50 GiB more "
-        r"were asked for, 1.25 GiB of 139.80 GiB are free; lower train.micro_rows",
+        r"TrainingError: target-\d ran out of memory on cuda:1 with 3 rows of \d+ tokens, \d+ anchors each: 3.50 GiB "
+        r"more were asked for, 1.25 GiB of 139.80 GiB are free; lower train.micro_rows",
         said,
     ), said
     assert said.count("\n") == 1

@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_toml
 
 from trainer.config import TrainConfig, load
-from trainer.shortage import explain_shortage, is_shortage
+from trainer.shortage import is_shortage, shortage_in
 
 # As torch 2.11 says it on a GPU.
 GPU = (
@@ -30,55 +30,116 @@ def config_of(folder: Path, *sets: str) -> TrainConfig:
     return load(text.encode(), ["train.rows_per_step=8", "train.micro_rows=4", *sets])
 
 
+def told(config: TrainConfig, worker: str | None, message: str = GPU) -> str:
+    """What an error ends as, once it was seen in that worker's thread; None: in no worker's."""
+    error = torch.OutOfMemoryError(message)
+    if worker is not None:
+        error.worker = worker  # type: ignore[attr-defined]
+    return str(shortage_in(error, config))
+
+
+def on_gpu(index: int) -> str:
+    return GPU.replace("GPU 1 has", f"GPU {index} has")
+
+
+WIDE = ['layout.targets=["cuda:0-4"]', 'layout.drafters=["cuda:5-7"]', "train.micro_rows=2"]
+
+
 @pytest.mark.parametrize(
-    ("worker", "device", "sets", "advice"),
+    ("worker", "gpu", "sets", "start"),
     [
         (
-            "target-0",
-            "cuda:0",
+            "target",
+            0,
             [],
-            "lower train.micro_rows or data.row_tokens, or spread the target over more GPUs "
-            '(layout.targets = ["cuda:0+1"]) (by estimate the largest part of 2 MiB there is target\'s forward: 1 MiB)',
-        ),
-        ("target", "cuda:0", ["train.micro_rows=1"], "lower data.row_tokens, or spread the target over"),
-        (
-            "drafter-2",
-            "cuda:1",
-            ["train.anchors=4096"],
-            "lower train.micro_rows, train.chunk_blocks, train.anchors or layout.depth (by estimate the largest part",
+            f"target ran out of memory on cuda:0 with 4 rows of 128 tokens, 8 anchors each: {SAID}; lower "
+            'train.micro_rows or data.row_tokens, or spread the target over more GPUs (layout.targets = ["cuda:0+1"]) '
+            "(by estimate the largest part of 2 MiB there is target's forward: 1 MiB)",
         ),
         (
             "drafter",
-            "cuda",
+            1,
+            ["train.anchors=4096"],
+            "drafter ran out of memory on cuda:1 with 4 rows of 128 tokens, 4,096 anchors each: "
+            f"{SAID}; lower train.micro_rows, train.chunk_blocks, train.anchors or layout.depth (by estimate the",
+        ),
+        # One GPU for both, and what is as low as it can be is not named.
+        (
+            "drafter",
+            0,
             ["train.micro_rows=1", 'layout.drafters=["cuda:0"]', "layout.depth=1"],
-            "lower train.chunk_blocks, train.anchors or data.row_tokens, or spread the target",
+            "drafter ran out of memory on cuda:0 with 1 row of 128 tokens, 8 anchors each: "
+            f"{SAID}; lower train.chunk_blocks, train.anchors or data.row_tokens, or spread the target",
+        ),
+        # Its features arrive on a drafter's GPU.
+        (
+            "target-3",
+            6,
+            WIDE,
+            f"target-3 ran out of memory on cuda:6 with 2 rows of 128 tokens, 8 anchors each: {SAID}; lower "
+            "layout.depth, layout.queue_mib, train.micro_rows or ",
+        ),
+        # Either GPU of a target that is spread.
+        (
+            "target-1",
+            2,
+            ['layout.targets=["cuda:0+1", "cuda:2+3"]', 'layout.drafters=["cuda:4"]'],
+            f"target-1 ran out of memory on cuda:2 with 4 rows of 128 tokens, 8 anchors each: {SAID}; lower "
+            "train.micro_rows or data.row_tokens",
+        ),
+        # The main thread, on any of them: by what is there.
+        (
+            None,
+            7,
+            WIDE,
+            "the main thread ran out of memory on cuda:7 with forwards of 2 rows of 128 tokens, 8 anchors each: "
+            f"{SAID}; lower train.micro_rows, train.chunk_blocks, train.anchors or layout.depth (by estimate",
+        ),
+        (
+            None,
+            4,
+            WIDE,
+            "the main thread ran out of memory on cuda:4 with forwards of 2 rows of 128 tokens, 8 anchors each: "
+            f"{SAID}; lower train.micro_rows or data.row_tokens, or spread the target",
         ),
     ],
 )
-def test_it_names_worker_device_shapes_and_what_to_lower(
-    worker: str, device: str, sets: list[str], advice: str, tiny_folder: Path
+def test_it_names_who_where_with_what_and_what_to_lower_there(
+    worker: str | None, gpu: int, sets: list[str], start: str, tiny_folder: Path
 ) -> None:
-    config = config_of(tiny_folder, *sets)
-    told = explain_shortage(torch.OutOfMemoryError(GPU), worker, torch.device(device), "4 rows of 128 tokens", config)
-    place = "cuda:0" if device == "cuda" else device
-    start = f"{worker} ran out of memory on {place} with 4 rows of 128 tokens: {SAID}; {advice}"
-    assert str(told)[: len(start)] == start
-    assert "\n" not in str(told)
+    said = told(config_of(tiny_folder, *sets), worker, on_gpu(gpu))
+    assert said[: len(start)] == start
+    assert "\n" not in said
+
+
+def test_where_torch_names_no_device_it_is_the_workers(tiny_folder: Path) -> None:
+    config = config_of(tiny_folder, *WIDE)
+    for worker, place in (("target-3", " on cuda:3"), ("drafter-2", " on cuda:7"), (None, ""), ("source", "")):
+        begins = f"{worker or 'the main thread'} ran out of memory{place} with "
+        assert told(config, worker, "CUDA error: out of memory").startswith(begins)
 
 
 def test_without_a_target_it_still_tells(tmp_path: Path) -> None:
-    told = explain_shortage(torch.OutOfMemoryError("odd"), "target-1", "cuda:0", "a row", config_of(tmp_path))
-    assert str(told) == (
-        "target-1 ran out of memory on cuda:0 with a row: odd; lower train.micro_rows or data.row_tokens"
-    )
+    config = config_of(tmp_path, *WIDE)
+    for worker, gpu, less in (
+        ("target-1", 1, "lower train.micro_rows or data.row_tokens"),
+        ("target-1", 5, "lower layout.depth, layout.queue_mib or train.micro_rows"),
+        ("drafter-1", 6, "lower train.micro_rows, train.chunk_blocks or train.anchors"),
+        (None, 6, "lower train.micro_rows, train.chunk_blocks or train.anchors"),
+        (None, 1, "lower train.micro_rows or data.row_tokens"),
+    ):
+        said = told(config, worker, f"GPU {gpu} has a total capacity: odd")
+        assert said.endswith(f"each: GPU {gpu} has a total capacity: odd; {less}")
 
 
 def test_the_real_error_of_a_cpu_is_one(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_shortage(caught.value)
-    told = str(explain_shortage(caught.value, "drafter", "cpu", "a row", config_of(tmp_path)))
-    assert f"cpu with a row: {2**60} bytes more were asked for; lower train.micro_rows" in told
+    caught.value.worker = "drafter"  # type: ignore[attr-defined]
+    said = str(shortage_in(caught.value, config_of(tmp_path)))  # whose drafter is on a GPU
+    assert "drafter ran out of memory on cpu with 4 rows" in said
+    assert f": {2**60} bytes more were asked for; lower train.micro_rows" in said
 
 
 @pytest.mark.parametrize(
