@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from dflash_ops import render
+from dflash_ops import long_table, render
 from dflash_ops.gpus import Gpu, GpuProcess, GpuStatus
 from dflash_ops.runs import Run, RunState, Started
 from dflash_ops.stops import HandProcess, Listing, SessionStopped, Stopped
@@ -33,7 +33,7 @@ def show_runs(runs: Sequence[Run]) -> None:
         )
         for run in runs
     ]
-    render.table(
+    long_table.show(
         columns, rows, right=("STEP", "LOSS", "ACCEPT", "CODE"), spare=("RELEASE", "CODE", "GPUS", "CHECKPOINT")
     )
 
