@@ -34,7 +34,7 @@ def put(
     container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
     with Shell() as shell:
         done = data.put(shell, container, [Path(word) for word in words[:-1]], words[-1], progress=way)
-    render.show(done, as_json=as_json, people=lambda: _show(done))
+    render.show(done, as_json=as_json, people=lambda: show_moved(done))
 
 
 def get(
@@ -54,10 +54,11 @@ def get(
     container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
     with Shell() as shell:
         done = data.get(shell, container, source, local, progress=way)
-    render.show(done, as_json=as_json, people=lambda: _show(done, here=True))
+    render.show(done, as_json=as_json, people=lambda: show_moved(done, here=True))
 
 
-def _show(done: "Moved", *, here: bool = False) -> None:
+def show_moved(done: "Moved", *, here: bool = False) -> None:
+    """Where it lies now, and what travelled."""
     for path in done.paths:
         render.say(path if here else f"{done.container}: {path}")
     there = f", {done.unchanged} there already" if done.unchanged else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_runs, render
+from dflash_ops import cli_keep, cli_runs, render
 from dflash_ops.cli_runs import follow_log, gpu_status, not_empty
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import ConfigError, UsageFault
@@ -215,6 +215,9 @@ app.command("list")(cli_runs.list_)
 app.command("ls", hidden=True)(cli_runs.list_)
 app.command()(cli_runs.status)
 app.command()(cli_runs.wait)
+app.command()(cli_keep.attach)
+app.command()(cli_keep.fetch)
+app.command()(cli_keep.rm)
 
 
 def _one_document(as_json: bool, follow: bool) -> None:

@@ -305,9 +305,18 @@ class _Putting:
 # -- get
 
 
-def get(shell: Shell, container: Container, source: str, target: Path, *, progress: Progress | None = None) -> Moved:
+def get(
+    shell: Shell,
+    container: Container,
+    source: str,
+    target: Path,
+    *,
+    only: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Moved:
     """Copies a file or folder out of the container. source: `shared/...` or `runs/...` (or that, absolute); target: a
-    name for it here, or a folder (one that is there, or with `/` at its end) to put it into.
+    name for it here, or a folder (one that is there, or with `/` at its end) to put it into. only: of a folder,
+    patterns of the names below it that are wanted.
 
     NotFoundError when it is not there; VerificationError when a file arrives wrong twice, OpsError when it changes
     twice while it is read; LinkLostError when the link did not come back: the same command goes on from there."""
@@ -327,7 +336,7 @@ def get(shell: Shell, container: Container, source: str, target: Path, *, progre
     def once(patience: float) -> None:
         del patience
         progress.step(f"asking {container}")
-        with exchange(shell, container, "transfer", {"do": "get", "name": name}, what="get") as other:
+        with exchange(shell, container, "transfer", {"do": "get", "name": name, "only": only}, what="get") as other:
             listed.append(fetch_once(container, other, place, done, tally, progress))
 
     with_reconnects(shell, once, tally, progress)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import hashlib
 import json
 import os
@@ -189,7 +190,7 @@ def _check_places(base: Path, names: list[str]) -> None:
 
 
 def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """name: of a file or folder, relative to <path>.
+    """name: of a file or folder, relative to <path>; only: of a folder, patterns of the names below it that are wanted.
 
     Says {"event": "tree", "folder", "files": [[name, size, mode]], "folders"}; hears for any file {"file", "from",
     "sha256"}, what the other end has of it; answers {"event": "from", "file", "offset"}, pieces, and
@@ -202,6 +203,10 @@ def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     if not place.exists():
         raise Fault("not_found", f"there is no {name}", _nearest(place), "dflash-ops exec -- ls", str(path))
     files, folders = tree(place)
+    if parameters.get("only") is not None:
+        files = [file for file in files if any(fnmatch.fnmatchcase(file[0], it) for it in parameters["only"])]
+        above = {parent for file in files for parent in Path(file[0]).parents}
+        folders = [folder for folder in folders if Path(folder) in above]
     listed = [[relative, state.st_size, stat.S_IMODE(state.st_mode)] for relative, _, state in files]
     answers.say({"event": "tree", "folder": place.is_dir(), "files": listed, "folders": folders})
     heard, out, beat = _Input(), sys.stdout.buffer, _Beat()

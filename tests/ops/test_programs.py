@@ -9,7 +9,7 @@ from typing import Any
 
 from test_runs import facts
 
-from dflash_ops import errors, gpus, runs, stops
+from dflash_ops import errors, gpus, keeping, runs, stops
 from dflash_ops.remote import notify
 from trainer.records import Status
 
@@ -43,6 +43,7 @@ def test_every_field_is_documented() -> None:
         "GpuStatus": set(gpus.GpuStatus("lab", (), (), ()).to_json()),
         "Gpu": fields(gpus.Gpu),
         "GpuProcess": fields(gpus.GpuProcess) | {"stale"},
+        "Removed": fields(keeping.Removed),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
     assert {name: documented(name) for name in shapes} == shapes

@@ -1,0 +1,206 @@
+"""What is kept of runs: attached to, fetched, removed."""
+
+import fcntl
+import json
+import os
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import stand_in
+from conftest import Box, Cli
+from stand_in import retry_until
+
+from dflash_ops import deploy, keeping, runs, source, train
+from dflash_ops.command import Command, Container
+from dflash_ops.errors import BusyError, NotFoundError
+from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.shell import Shell
+
+
+@pytest.fixture
+def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
+    folder = stand_in.make_release(tmp_path / "stand-in")
+    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
+    yield box.container
+    for run in train.list_runs(shell, box.container):
+        if run.state.live:
+            train.stop(shell, box.container, run.id, grace=0)
+
+
+def begin(shell: Shell, container: Container, name: str, config: str = "", **more: object) -> runs.Run:
+    return train.start(shell, container, StartRequest(name, config, "mine.toml", gpus=(), **more)).run  # type: ignore[arg-type]
+
+
+def inside(shell: Shell, container: Container, *words: str) -> bytes:
+    return shell.run(container, Command(words), check=True).out
+
+
+class Terminal:
+    """A command of ours on a terminal of its own."""
+
+    def __init__(self, words: list[str | bytes], environment: dict[str, str], columns: int, rows: int) -> None:
+        self._ours, theirs = os.openpty()
+        self.resize(columns, rows)
+        self.process = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        self.shown = bytearray()
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def read(self) -> bytes:
+        """All that was shown so far."""
+        while select.select([self._ours], [], [], 0)[0]:
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:  # its end
+                break
+            if not data:
+                break
+            self.shown += data
+        return bytes(self.shown)
+
+    def end(self) -> int:
+        deadline = time.monotonic() + 20
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.read()
+            time.sleep(0.02)
+        self.read()
+        if self.process.poll() is None:
+            self.process.kill()
+        os.close(self._ours)
+        return self.process.wait()
+
+
+def test_attach_is_the_real_window_in_size_and_colours(place: Container, cli: Cli, shell: Shell) -> None:
+    run = begin(shell, place, "w")
+    inside(shell, place, "tmux", "-L", "dflash", "kill-session", "-t", "=dflash-w")  # it is opened again
+
+    def clients() -> bytes:
+        form = "#{client_width}x#{client_height} #{client_termname} #{client_utf8} #{client_session}"
+        return shell.run(place, Command(("tmux", "-L", "dflash", "list-clients", "-F", form))).out
+
+    # A terminal that no container's terminfo knows.
+    young = {**cli.environment(), "TERM": "xterm-of-tomorrow", "COLORTERM": "truecolor"}
+    terminal = Terminal(cli.words("train", "attach", "w"), young, 100, 30)
+    retry_until(lambda: b"step" in terminal.read())
+    assert clients() == b"100x30 xterm-256color 1 dflash-w\n"
+    features = inside(shell, place, "tmux", "-L", "dflash", "list-clients", "-F", "#{client_termfeatures}")
+    assert b"RGB" in features and b"256" in features
+    terminal.resize(80, 24)
+    retry_until(lambda: terminal.read() and clients().startswith(b"80x24 "))
+    terminal.press(b"\x02d")
+    assert terminal.end() == 0 and b"goes on" in terminal.shown
+    assert train.status(shell, place, run.id).state.live
+    again = Terminal(cli.words("train", "attach"), young, 80, 24)
+    retry_until(lambda: b"step" in again.read())
+    again.press(b"\x03")
+    retry_until(lambda: b"[y/N]" in again.read())
+    again.press(b"y\r")
+    retry_until(lambda: b"Enter closes" in again.read())
+    again.press(b"\r")
+    assert again.end() == 103
+    with pytest.raises(NotFoundError, match=r"has no window.*its run has ended"):
+        keeping.attach(shell, place, "w")
+    assert cli("train", "attach").returncode == 2
+
+
+def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell: Shell, tmp_path: Path) -> None:
+    more = {"env": "TOKEN=hushhush\n", "notify": ("http://127.0.0.1:9/hushhush",)}
+    run = begin(shell, place, "a", "steps = 5\nrecords = yes\nenvironment = yes", **more)
+    train.wait(shell, place, run.id)
+    folder = f"{place.path}/runs/{run.id}"
+    inside(
+        shell,
+        place,
+        "sh",
+        "-c",
+        f"cd {folder}; echo new > checkpoints/step-00000005/model; mkdir events; echo e > events/tf",
+    )
+    inside(
+        shell,
+        place,
+        "sh",
+        "-c",
+        f"cd {folder}; mkdir checkpoints/step-00000003; echo old > checkpoints/step-00000003/model",
+    )
+    done = cli("train", "fetch", "a", "-o", str(tmp_path / "here"), "--json")
+    assert done.returncode == 0, done.stderr
+    here = tmp_path / "here" / run.id
+    assert json.loads(done.stdout)["paths"] == [str(here)]
+    names = {str(file.relative_to(here)) for file in here.rglob("*") if file.is_file()}
+    assert {"log", "log.times", "metrics.jsonl", "status.json", "exit.json", "config.toml", "events/tf"} < names
+    assert {name for name in names if name.startswith("checkpoints")} == {"checkpoints/step-00000005/model"}
+    assert not [file for file in here.rglob("*") if file.is_file() and b"hushhush" in file.read_bytes()]
+    assert (here / "log").read_bytes() == inside(shell, place, "cat", f"{folder}/log")
+    ended = train.status(shell, place, run.id)
+    assert keeping.fetch(shell, place, ended, tmp_path / "here", checkpoints="newest").sent == 0
+    assert keeping.fetch(shell, place, ended, tmp_path / "here", checkpoints="all").sent == 4
+    keeping.fetch(shell, place, ended, tmp_path / "bare", checkpoints="none")
+    assert not (tmp_path / "bare" / run.id / "checkpoints").exists()
+    with pytest.raises(NotFoundError, match=r"has no checkpoint step-4.*step-00000005"):
+        keeping.fetch(shell, place, ended, tmp_path, checkpoints="step-4")
+
+
+def test_a_run_that_goes_on_is_fetched_as_it_stands(place: Container, shell: Shell, tmp_path: Path) -> None:
+    run = begin(shell, place, "a", "pause = 0.002")
+    retry_until(lambda: train.status(shell, place, run.id).log_bytes > 1000)
+    for _ in range(3):
+        keeping.fetch(shell, place, run, tmp_path, checkpoints="newest")
+        text = (tmp_path / run.id / "log").read_bytes()
+        assert inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log").startswith(text)
+
+
+def test_rm_never_takes_what_lives_and_asks(place: Container, cli: Cli, shell: Shell) -> None:
+    first = begin(shell, place, "a", "steps = 2")
+    train.wait(shell, place, first.id)
+    second = begin(shell, place, "b", "", resume=first.id)
+    other = begin(shell, place, "c", "steps = 1")
+    train.wait(shell, place, other.id)
+    with pytest.raises(BusyError, match=r"run b-.* goes on"):
+        keeping.remove(shell, place, ["c", "b"])
+    with pytest.raises(BusyError, match=rf"run {first.id} is needed.*{second.id} goes on"):
+        keeping.remove(shell, place, ["a"])
+    with pytest.raises(NotFoundError):
+        keeping.remove(shell, place, ["c", "nobody"])
+    assert len(train.list_runs(shell, place)) == 3
+    train.stop(shell, place, second.id)
+    refused = cli("train", "rm", "a")
+    assert refused.returncode == 2 and b"--yes" in refused.stderr
+    for answer, code, left in ((b"n\r", 103, 3), (b"y\r", 0, 2)):
+        terminal = Terminal(cli.words("train", "rm", "a"), cli.environment(), 80, 24)
+        retry_until(lambda terminal=terminal: b"[y/N]" in terminal.read())
+        assert f"{first.id}: 1 checkpoint".encode() in terminal.shown
+        terminal.press(answer)
+        assert terminal.end() == code
+        assert len(train.list_runs(shell, place)) == left
+    inside(shell, place, "mkdir", f"{place.path}/runs/.x.removed")  # an earlier one was killed half way
+    done = json.loads(cli("train", "rm", "-y", "b", "c", "--json").stdout)
+    assert {it["run_id"] for it in done["removed"]} == {second.id, other.id}
+    assert inside(shell, place, "ls", "-A", f"{place.path}/runs") == b""
+
+
+def test_a_lost_run_with_living_processes_stays(place: Container, shell: Shell) -> None:
+    run = begin(shell, place, "a", "child = yes\nsigterm = ignored")
+    state = retry_until(
+        lambda: json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/state.json") or b"{}")
+    )
+    retry_until(lambda: len(train.status(shell, place, run.id).processes) >= 2)
+    inside(shell, place, "kill", "-9", str(state["supervisor"]["pid"]))
+    retry_until(lambda: train.status(shell, place, run.id).state is RunState.LOST)
+    with pytest.raises(BusyError, match="has living processes"):
+        keeping.remove(shell, place, ["a"])
+    train.stop(shell, place, run.id, grace=0.1)
+    assert [it.run_id for it in keeping.remove(shell, place, ["a"])] == [run.id]
