@@ -7,18 +7,23 @@ A mistake is a ConfigFault: which file, which key, why, and the nearest right ke
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trainer import devices, presets
 
 SCHEMA_VERSION = 1
 
-MOVED = {"train.device": "layout.drafters", "train.target_device": "layout.targets"}  # keys of earlier versions
+# Keys of earlier versions, and where they are now.
+MOVED = {
+    "train.device": 'layout.drafters (a list, e.g. ["cuda:0"])',
+    "train.target_device": 'layout.targets (a list, e.g. ["cuda:0"])',
+}
 
 
 class ConfigFault(ValueError):
@@ -159,22 +164,15 @@ class TrainSection(Section):
     """How torch.fx is made fit for threads: each has its own state; or none is told that it traces; or not at all."""
 
 
-def _one_or_more(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Words = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), Field(strict=False, min_length=1)]
-
-
 class LayoutSection(Section):
     """[layout]: who runs where. Target and drafter workers are threads of one process.
 
     A device's word is auto (the first GPU, or the CPU), cpu, cuda:N, or cuda:0-4 (a worker on each of the five).
     """
 
-    targets: Words = ("auto",)
+    targets: tuple[str, ...] = ("auto",)
     """Target workers: auto (first GPU, or CPU), cpu, cuda:N, cuda:0-4 (five), cuda:0+1 (one spread over both)."""
-    drafters: Words = ("auto",)
+    drafters: tuple[str, ...] = ("auto",)
     """Drafters, which share each step: auto, cpu, cuda:N, cuda:5-7 (three)."""
     allow_shared_device: bool = False
     """Several drafters may be on one device: for trying a layout out, for it is slower than one."""
@@ -193,14 +191,12 @@ class LayoutSection(Section):
     check_memory: bool = True
     """Refuse a layout that by estimate needs more memory than is free on a GPU."""
 
-    @model_validator(mode="after")
-    def _words(self) -> "LayoutSection":
-        for name, read in (("targets", devices.all_workers), ("drafters", devices.drafters)):
-            try:
-                read(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-        return self
+    @field_validator("targets", "drafters", mode="before")
+    @classmethod
+    def _words(cls, value: object, field: ValidationInfo) -> tuple[str, ...]:
+        words = devices.words(value)
+        (devices.all_workers if field.field_name == "targets" else devices.drafters)(words)
+        return words
 
 
 class TrainConfig(Section):
@@ -309,6 +305,8 @@ def _fault(file: str, error: ValidationError) -> ConfigFault:
     findings = error.errors(include_url=False)
     first = next((f for f in findings if f["type"] == "extra_forbidden"), findings[0])
     key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("tuple["))
+    if key in MOVED:
+        return ConfigFault(file, key, f"moved to {MOVED[key]}")
     if first["type"] == "extra_forbidden":
         return ConfigFault(file, key, "unknown key", _nearest(key))
     why = {
@@ -320,14 +318,17 @@ def _fault(file: str, error: ValidationError) -> ConfigFault:
 
 def _nearest(key: str) -> str | None:
     """The right key that resembles a wrong one: the same word in another section, or a similar word, here first."""
-    if key in MOVED:
-        return MOVED[key]
     section, _, word = key.rpartition(".")
     keys = sorted(known_keys(), key=lambda known: known.rpartition(".")[0] != section)
     words = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    if "." in words.get(word, ""):
+        return words[word]
     here = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == section]
-    close = [word] if word in words else difflib.get_close_matches(word, here, n=1)
-    close = close or difflib.get_close_matches(word, words, n=1)
+    if close := difflib.get_close_matches(word, here, n=1):
+        return words[close[0]]
+    if re.search("device|gpu", word):
+        return "layout.targets or layout.drafters"
+    close = [word] if word in words else difflib.get_close_matches(word, words, n=1)
     return words[close[0]] if close else None
 
 
@@ -383,6 +384,11 @@ def idle_keys(config: TrainConfig) -> list[str]:
         lines.append(f"draft.captured {draft.captured} does nothing: draft.target_layer_ids names {named} layers")
     if padding := _padding_line(config):
         lines.append(padding)
+    if settings.anchors > (tokens := config.data.row_tokens):
+        lines.append(
+            f"train.anchors {settings.anchors}: more than a row of {tokens} tokens (data.row_tokens) has places for, "
+            f"at most {tokens - 1}: the others are padding, which costs time and teaches nothing"
+        )
     if settings.eval_every and config.data.heldout is None:
         lines.append(f"train.eval_every {settings.eval_every} does nothing: there is no data.heldout")
     both = math.lcm(settings.eval_every, settings.checkpoint_every)

@@ -6,11 +6,25 @@ A worker's devices are a tuple of names: one, or several for a target that is sp
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 Devices = tuple[str, ...]
 
 _WORD = re.compile(r"(?P<plain>auto|cpu)|cuda(:(?P<first>\d+)(-(?P<last>\d+)|(?P<more>(\+\d+)+))?)?", re.ASCII)
 MOST = 1024  # workers that a range may mean: a slip of the finger makes no list that fills the memory
+
+
+def words(value: object) -> tuple[str, ...]:
+    """One word, or a list of them, as a config has it. Raises ValueError for anything else, and for an empty list."""
+    given: Sequence[Any] = cast("Sequence[Any]", value) if isinstance(value, list | tuple) and value else [value]
+    for word in given:
+        if not isinstance(word, str):
+            raise _none_of(word)
+    return tuple(given)
+
+
+def _none_of(word: object) -> ValueError:
+    return ValueError(f"{word!r} is none of auto, cpu, cuda:N, cuda:0-4 (a worker on each), cuda:0+1 (one on both)")
 
 
 def workers(word: str) -> tuple[Devices, ...]:
@@ -21,7 +35,7 @@ def workers(word: str) -> tuple[Devices, ...]:
     """
     found = _WORD.fullmatch(word)
     if found is None:
-        raise ValueError(f"{word!r} is none of auto, cpu, cuda:N, cuda:0-4 (a worker on each), cuda:0+1 (one on both)")
+        raise _none_of(word)
     if found["plain"]:
         return ((word,),)
     first = int(found["first"] or 0)

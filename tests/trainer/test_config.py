@@ -39,8 +39,15 @@ def test_sets_override_the_file_with_the_types_of_toml() -> None:
         (["trian.steps=3"], "trian", "train"),
         (["draft.layer=3"], "draft.layer", "draft.layers"),
         (["train.zzzz=3"], "train.zzzz", None),
-        (["train.device=cuda:0"], "train.device", "layout.drafters"),
-        (["train.target_device=cuda:0"], "train.target_device", "layout.targets"),
+        (["layout.target=cpu"], "layout.target", "layout.targets"),
+        (["layout.draft=cpu"], "layout.draft", "layout.drafters"),
+        (["draft.train=x"], "draft.train", "data.train"),
+        (["train.row_tokens=8"], "train.row_tokens", "data.row_tokens"),
+        (["train.target=x"], "train.target", "target"),
+        (["layout.device=cpu"], "layout.device", "layout.targets or layout.drafters"),
+        (["device=cpu"], "device", "layout.targets or layout.drafters"),
+        (["train.gpus=8"], "train.gpus", "layout.targets or layout.drafters"),
+        (["layout.shared_device=true"], "layout.shared_device", "layout.allow_shared_device"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], key: str, nearest: str | None) -> None:
@@ -48,6 +55,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(sets: list[str], k
         load(GOOD, sets, file="my.toml")
     assert (caught.value.file, caught.value.key, caught.value.nearest) == ("my.toml", key, nearest)
     assert str(caught.value).startswith(f"my.toml: {key}: unknown key")
+
+
+def test_a_key_of_an_older_version_is_refused_with_its_place_of_today() -> None:
+    for key, now in (("train.device", "layout.drafters"), ("train.target_device", "layout.targets")):
+        with pytest.raises(ConfigFault) as caught:
+            load(GOOD, [f"{key}=cuda:1"], file="my.toml")
+        assert str(caught.value) == f'my.toml: {key}: moved to {now} (a list, e.g. ["cuda:0"])'
 
 
 @pytest.mark.parametrize(
@@ -102,6 +116,14 @@ def test_a_wrong_value_is_refused_with_its_key(sets: list[str], message: str) ->
         (["draft.captured=2", "draft.target_layer_ids=[1, 4]"], []),
         (["draft.target_layer_ids=[1, 4]"], []),
         (["train.micro_rows=4"], []),
+        (["train.anchors=1024"], []),
+        (
+            ["train.anchors=1025"],
+            [
+                "train.anchors 1025: more than a row of 1024 tokens (data.row_tokens) has places for, at most 1023: "
+                "the others are padding, which costs time and teaches nothing"
+            ],
+        ),
         (
             ["train.micro_rows=3"],
             [
