@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_jsonable_python
 
 from trainer.config import TrainConfig, as_mapping
 
@@ -67,9 +68,11 @@ def changes_since(before: Origin, now: Origin) -> list[str]:
     """Lines for the log that say what is not as it was: why the rest of a training may differ."""
     lines: list[str] = []
     values = dict(_flat(_completed(before.config))), dict(_flat(now.config))
+    # Of a config that can't be completed any more: keys it didn't know yet, and that nobody has set since.
+    new = {key for key, value in _defaults() if key not in values[0] and values[1].get(key, MISSING) == value}
     changed = [
         f"{key} is {_shown(values[1].get(key, MISSING))}, was {_shown(values[0].get(key, MISSING))}"
-        for key in sorted(values[0].keys() | values[1].keys())
+        for key in sorted((values[0].keys() | values[1].keys()) - new)
         if values[0].get(key, MISSING) != values[1].get(key, MISSING)
     ]
     if changed:
@@ -94,6 +97,15 @@ def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return as_mapping(TrainConfig.model_validate(config))
     except ValidationError:
         return config
+
+
+def _defaults(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Of every key that has one, dotted, as as_mapping writes it."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _defaults(info.annotation, f"{prefix}{name}.")
+        elif not info.is_required():
+            yield prefix + name, to_jsonable_python(info.get_default())
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
