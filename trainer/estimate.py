@@ -138,9 +138,11 @@ def _step_lines(config: TrainConfig, draft: DraftConfig, batch: Batch, soft: boo
     tokens = rows * batch.row_tokens
     predicted = rows * settings.anchors * (draft.block_size - 1)
     warmup = round(settings.steps * settings.warmup_ratio)
+    count = forwards(config)
     return [
-        f"step      {rows} rows of {batch.row_tokens:,} tokens: {tokens:,} tokens, in {forwards(config)} forwards of "
-        f"{batch.rows}; {settings.anchors} blocks a row: {predicted:,} predicted slots",
+        f"step      {rows} rows of {batch.row_tokens:,} tokens: {tokens:,} tokens, in {count} "
+        f"forward{'s' if count > 1 else ''} of {batch.rows}; {settings.anchors} blocks a row: {predicted:,} predicted "
+        f"slots",
         f"training  {settings.steps:,} steps: {settings.steps * tokens:,} tokens; {settings.objective} with "
         f"{settings.loss} weights; learning rate {settings.lr:g} after {warmup} steps, then a cosine",
         *([f"          {soft_cost_line(config, draft)}"] if soft else []),
@@ -167,7 +169,7 @@ def _whole_memory(device: str) -> float | None:
 def _lines_of(names: Sequence[str], parts: Sequence[Part], config: TrainConfig) -> list[str]:
     total = sum(part.bytes for part in parts) / MIB
     each = ", each" if len(names) > 1 else ""
-    lines = [f"memory    {', '.join(names)}{each}: {total:,.0f} MiB at the peak, by estimate"]
+    lines = [f"memory    {listed(names)}{each}: {total:,.0f} MiB at the peak, by estimate"]
     lines += [f"          {part.bytes / MIB:>10,.0f}  {part.what}" for part in parts]
     if names[0] == "cpu":
         return [*lines, "          (on a CPU this is rough: Python and torch themselves come on top)"]

@@ -101,6 +101,7 @@ def test_a_gpu_is_planned_for_where_there_is_none(tiny_folder: Path) -> None:
     assert "memory    cuda:7:" in page
     assert "target's head" in page.partition("memory    cuda:7:")[2]
     assert "nvidia-smi will show about" in page
+    assert "tokens, in 1 forward of 2;" in page
 
 
 def test_windows_and_objectives_are_in_the_page(tiny_folder: Path) -> None:
@@ -350,7 +351,7 @@ def test_the_page_tells_of_each_kind_of_device_once(qwen3_4b: Path) -> None:
     assert page.startswith("train.rows_per_step 8 shared by 3 drafters in forwards of 2 rows: padding makes up 2 of")
     told = [line.partition(":  ")[0].split(" MiB")[0] for line in page.split("\n") if line.startswith("memory")]
     names = [re.sub(r": [\d,]+$", "", line.removeprefix("memory").strip()) for line in told]
-    assert names == ["cuda:0, cuda:1, cuda:2, each", "cuda:3, cuda:4, each", "cuda:5, cuda:6, cuda:7, each"]
+    assert names == ["cuda:0-2, each", "cuda:3-4, each", "cuda:5-7, each"]
     assert "on cuda:0, 2 workers" in dry_run(layout_config(qwen3_4b, ["cuda:0", "cuda:0"], ["cuda:0"]))
 
 
