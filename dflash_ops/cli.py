@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_data, cli_deploy, cli_env, cli_train, render
+from dflash_ops import cli_data, cli_deploy, cli_env, cli_gpu, cli_train, render
 from dflash_ops.cli_words import InventoryFile, Target, find_container
 from dflash_ops.errors import OpsError, UsageFault
 from dflash_ops.sandbox import cli as sandbox_cli
@@ -35,7 +35,8 @@ app.add_typer(cli_train.app, name="train")
 app.add_typer(cli_env.app, name="env")
 app.command("put")(cli_data.put)
 app.command("get")(cli_data.get)
-app.command("gpu-status")(cli_train.gpu_status)
+app.command("gpu-status")(cli_gpu.gpu_status)
+app.add_typer(cli_gpu.app, name="gpu")
 app.add_typer(sandbox_cli.app, name="sandbox")
 
 

@@ -1,4 +1,4 @@
-"""What `dflash-ops train` shows of runs: logs, list, status, wait; and `gpu-status`. Each calls one verb.
+"""What `dflash-ops train` shows of runs: logs, list, status, wait. Each calls one verb.
 
 cli_train.py registers them.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
+from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -147,20 +147,6 @@ def wait(
         found = train.wait(shell, container, run or train.newest(shell, container).id, timeout=timeout)
     render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
     raise typer.Exit(found.own_code)
-
-
-def gpu_status(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
-    """Show the host's GPUs and who holds them: container, run, memory, age; stale holders are marked."""
-    from dflash_ops import render_runs
-    from dflash_ops import status as verbs
-    from dflash_ops.shell import Shell
-
-    book = load_inventory(inventory)
-    host = book.container(target).host
-    here = [book.container(name) for name, table in book.tables.containers.items() if table.host == host.name]
-    with Shell() as shell:
-        found = verbs.gpu_status(shell, host, here)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_gpus(found))
 
 
 def follow_log(read: "Callable[[Callable[[bytes], None], Callable[[str], None]], Run]", as_json: bool = False) -> "Run":

@@ -1,7 +1,7 @@
 """The verbs of `dflash-ops train` that change something: start, restart, stop. Each reads words, calls one verb, shows
 its value.
 
-cli.py mounts `app` as `train` and registers `gpu_status`. Verbs are imported when they are called.
+cli.py mounts `app` as `train`. Verbs are imported when they are called.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import cli_keep, cli_runs, render
-from dflash_ops.cli_runs import follow_log, gpu_status, not_empty
+from dflash_ops.cli_runs import follow_log, not_empty
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import ConfigError, UsageFault
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from dflash_ops.runs import Started
     from dflash_ops.shell import Shell
     from dflash_ops.train import OnWait
-
-__all__ = ["app", "gpu_status"]
 
 app = typer.Typer(help="Start, watch and stop training runs in the container.", no_args_is_help=True)
 

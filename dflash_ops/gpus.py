@@ -1,45 +1,76 @@
-"""GPUs and who holds them, as values: the questions to hosts and containers, and the joining of their answers.
+"""GPUs and who holds them, as values: the questions to hosts and containers, and the reading of nvidia-smi's words.
 
-A GPU is its UUID: indices differ between a host and its containers. A process is joined to its GPU by the descriptors
-it has open, to its container by its pid namespace, to its run by its environment; nvidia-smi adds the memory.
+A GPU is its UUID: indices differ between a host and its containers. gpu_join.py joins the answers.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from dflash_ops.answers import answer
 from dflash_ops.command import Command, Container, Query
 from dflash_ops.remote import bundle
-from dflash_ops.runs import run_of
+from dflash_ops.xids import Xid
 
 SCHEMA_VERSION = 1
 SMI_SECONDS = 10.0
 
-# Asked by these names, read by position: the header's names are others.
-GPU_FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "pci.bus_id",
-    "driver_version",
-    "utilization.gpu",
-    "memory.used",
-    "memory.total",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-)
+# Asked by these names, read by position: the header's names are others. The first five are texts; of the rest, each
+# with the field of Gpu that it becomes, a driver may know fewer.
+_IDENTITY = ("index", "uuid", "name", "pci.bus_id", "driver_version")
+_FIGURES: Mapping[str, str] = {
+    "utilization.gpu": "load_percent",
+    "memory.used": "used_mib",
+    "memory.total": "total_mib",
+    "temperature.gpu": "temperature_c",
+    "power.draw": "power_w",
+    "power.limit": "power_limit_w",
+    "clocks.sm": "clock_sm_mhz",
+    "clocks.mem": "clock_mem_mhz",
+    "ecc.errors.corrected.volatile.total": "ecc_corrected",
+    "ecc.errors.uncorrected.volatile.total": "ecc_uncorrected",
+    "power.default_limit": "power_default_w",
+    "pcie.link.gen.current": "pcie_gen",
+    "pcie.link.gen.max": "pcie_gen_max",
+    "pcie.link.width.current": "pcie_width",
+    "pcie.link.width.max": "pcie_width_max",
+}
+_WORDS: Mapping[str, str] = {
+    "clocks_event_reasons.active": "throttled",
+    "ecc.mode.current": "ecc_mode",
+    "mig.mode.current": "mig_mode",
+    "persistence_mode": "persistence",
+    "remapped_rows.pending": "remap_pending",
+    "gpu_recovery_action": "recovery_action",
+}
+GPU_FIELDS = (*_IDENTITY, *_FIGURES, *_WORDS)
 APP_FIELDS = ("gpu_uuid", "pid", "used_gpu_memory", "process_name")
-_FORMAT = "--format=csv,noheader,nounits"
+
+# nvmlClocksEventReasons; an idle GPU, and one whose clocks somebody set, are not throttled.
+_THROTTLES = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat (driver)",
+    0x40: "heat (hardware)",
+    0x80: "power brake (hardware)",
+}
 
 Kind = Literal["run", "stale", "container", "host", "dead"]
+Owner = Literal["run", "earlier", "unknown", "other container", "host", "nobody"]
+Health = Literal["ok", "warning", "sick", "unknown"]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. None: nvidia-smi had no value. index: the host's; in_container: by vmid, the container's index."""
+    """One GPU. None: nvidia-smi had no value, and `missing` says why. index: the host's; in_container: by vmid, the
+    container's index.
+
+    other_mib: used by no process that can be seen: another tenant, or the driver itself; never stale. throttled: why
+    its clocks are lowered. recovery_action: what the driver says has to be done. health: our verdict, `findings` the
+    reasons for it and what to do.
+    """
 
     uuid: str
     index: int | None
@@ -53,6 +84,25 @@ class Gpu:
     power_w: float | None
     power_limit_w: float | None
     in_container: Mapping[int, int]
+    other_mib: float | None = None
+    clock_sm_mhz: float | None = None
+    clock_mem_mhz: float | None = None
+    throttled: tuple[str, ...] | None = None
+    ecc_mode: str | None = None
+    ecc_corrected: float | None = None
+    ecc_uncorrected: float | None = None
+    remap_pending: str | None = None
+    mig_mode: str | None = None
+    persistence: str | None = None
+    power_default_w: float | None = None
+    pcie_gen: float | None = None
+    pcie_gen_max: float | None = None
+    pcie_width: float | None = None
+    pcie_width_max: float | None = None
+    recovery_action: str | None = None
+    health: Health = "unknown"
+    findings: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -71,7 +121,9 @@ class GpuProcess:
 
     kind: "run" (of a live run), "stale" (of a run of ours that is over), "container" (in a container, of no run that we
     know), "host" (on the hypervisor itself), "dead" (nvidia-smi charges it, it is gone; `held_by`: who lives on).
-    pid: the host's; container_pid: its pid in there. age_s: seconds since it began.
+    owner: whose it is, seen from the container that was asked about: "run" (a run there that goes on), "earlier" (a run
+    there that is over), "unknown" (there, of no run), "other container", "host", "nobody" (another tenant or the
+    driver). pid: the host's; container_pid: its pid in there. user: in there. age_s: seconds since it began.
     """
 
     gpu_uuid: str
@@ -85,6 +137,8 @@ class GpuProcess:
     state: str | None
     command: str
     held_by: tuple[int, ...] = ()
+    user: str | None = None
+    owner: Owner = "unknown"
 
     @property
     def stale(self) -> bool:
@@ -93,19 +147,24 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """All of one host. problems: what could not be asked, and why."""
+    """All of one host. problems: what could not be asked, and why. xids: since the oldest of the runs that go on began,
+    else the newest run; without any run those of the last day. vmid: the container that was asked about."""
 
     host: str
     gpus: tuple[Gpu, ...]
     processes: tuple[GpuProcess, ...]
     problems: tuple[str, ...]
+    xids: tuple[Xid, ...] = ()
+    vmid: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
             "host": self.host,
+            "vmid": self.vmid,
             "gpus": [asdict(gpu) for gpu in self.gpus],
             "processes": [{**asdict(process), "stale": process.stale} for process in self.processes],
+            "xids": [asdict(xid) for xid in self.xids],
             "problems": list(self.problems),
         }
 
@@ -124,22 +183,18 @@ class LockHolder:
 
 
 def host_query() -> Query[dict[str, Any]]:
-    """The hypervisor's view: GPUs, memory by process, holders of devices and locks."""
-    queries = {
-        "gpus": [f"--query-gpu={','.join(GPU_FIELDS)}", _FORMAT],
-        "apps": [f"--query-compute-apps={','.join(APP_FIELDS)}", _FORMAT],
-    }
-    return Query(_probe("python3", None, queries), answer)
+    """The hypervisor's view: GPUs, memory by process, holders of devices and locks, the kernel's Xid lines."""
+    return Query(_view("python3", None, GPU_FIELDS, APP_FIELDS), answer)
 
 
 def container_query(container: Container) -> Query[dict[str, Any]]:
-    """A container's view: the indices that it has for its GPUs, its pid namespace, its runs."""
-    return Query(_probe(container.python, container.path, {"gpus": ["--query-gpu=index,uuid", _FORMAT]}), answer)
+    """A container's view: the indices that it has for its GPUs, its pid namespace, its runs and their processes."""
+    return Query(_view(container.python, container.path, ("index", "uuid"), ()), answer)
 
 
-def _probe(python: str, path: str | None, queries: Mapping[str, Sequence[str]]) -> Command:
-    parameters = {"path": path, "queries": queries, "seconds": SMI_SECONDS}
-    return bundle.command(python, "probe", parameters)
+def _view(python: str, path: str | None, fields: Sequence[str], apps: Sequence[str]) -> Command:
+    parameters = {"path": path, "fields": fields, "apps": apps, "seconds": SMI_SECONDS}
+    return bundle.command(python, "gpuview", parameters)
 
 
 # -- reading nvidia-smi
@@ -151,31 +206,54 @@ def number(text: str) -> float | None:
     return float(match.group()) if match else None
 
 
-def parse_gpus(csv: str, in_container: Mapping[str, Mapping[int, int]] | None = None) -> list[Gpu]:
-    """The answer to GPU_FIELDS. Lines of another width (errors, warnings) are left out."""
+def parse_gpus(
+    csv: str, in_container: Mapping[str, Mapping[int, int]] | None = None, fields: Sequence[str] = GPU_FIELDS
+) -> list[Gpu]:
+    """The answer to these fields, which begin with index, uuid, name, bus id, driver. Lines of another width (errors,
+    warnings) are left out: see `other_lines`."""
     gpus: list[Gpu] = []
-    for cells in _rows(csv, len(GPU_FIELDS)):
-        index, uuid, name, bus_id, driver, *figures = cells
-        if not uuid.startswith("GPU-"):
+    for cells in _rows(csv, len(fields)):
+        told = dict(zip(fields, cells, strict=True))
+        if not told["uuid"].startswith("GPU-"):
             continue
-        load, used, total, temperature, power, limit = map(number, figures)
+        missing: dict[str, str] = {}
+        for name, attribute in (*_FIGURES.items(), *_WORDS.items()):
+            text = told.get(name)
+            if text is None:
+                missing[attribute] = "this driver does not tell"
+            elif (number(text) is None) if name in _FIGURES else no_value(text):
+                missing[attribute] = text or "empty"
+        figures: dict[str, Any] = {attribute: number(told.get(name, "")) for name, attribute in _FIGURES.items()}
+        words: dict[str, Any] = {
+            attribute: None if attribute in missing else told[name] for name, attribute in _WORDS.items()
+        }
         gpus.append(
             Gpu(
-                uuid=uuid,
-                index=_integer(index),
-                name=name,
-                bus_id=bus_id,
-                driver=None if _no_value(driver) else driver,
-                load_percent=load,
-                used_mib=used,
-                total_mib=total,
-                temperature_c=temperature,
-                power_w=power,
-                power_limit_w=limit,
-                in_container=(in_container or {}).get(uuid, {}),
+                uuid=told["uuid"],
+                index=integer(told["index"]),
+                name=told["name"],
+                bus_id=told["pci.bus_id"],
+                driver=None if no_value(told["driver_version"]) else told["driver_version"],
+                in_container=(in_container or {}).get(told["uuid"], {}),
+                missing=missing,
+                throttled=_throttles(words.pop("throttled")),
+                **figures,
+                **words,
             )
         )
     return gpus
+
+
+def _throttles(mask: str | None) -> tuple[str, ...] | None:
+    """The reasons that a bit mask such as 0x0000000000000004 names."""
+    if mask is None or not re.fullmatch(r"0x[0-9a-fA-F]+", mask):
+        return None
+    return tuple(words for bit, words in _THROTTLES.items() if int(mask, 16) & bit)
+
+
+def other_lines(csv: str, fields: Sequence[str]) -> list[str]:
+    """What nvidia-smi says beside the rows: a GPU that it can't reach, a damaged infoROM."""
+    return [line.strip() for line in csv.split("\n") if line.strip() and len(line.split(",")) != len(fields)]
 
 
 def parse_apps(csv: str) -> list[App]:
@@ -183,14 +261,14 @@ def parse_apps(csv: str) -> list[App]:
     apps: list[App] = []
     for line in csv.split("\n"):
         cells = [cell.strip() for cell in line.split(",", len(APP_FIELDS) - 1)]
-        if len(cells) == len(APP_FIELDS) and cells[0].startswith("GPU-") and (pid := _integer(cells[1])) is not None:
+        if len(cells) == len(APP_FIELDS) and cells[0].startswith("GPU-") and (pid := integer(cells[1])) is not None:
             apps.append(App(cells[0], pid, number(cells[2]), cells[3]))
     return apps
 
 
 def parse_indices(csv: str) -> dict[str, int]:
     """UUID -> index, the answer to index,uuid."""
-    found = ((uuid, _integer(index)) for index, uuid in _rows(csv, 2) if uuid.startswith("GPU-"))
+    found = ((uuid, integer(index)) for index, uuid in _rows(csv, 2) if uuid.startswith("GPU-"))
     return {uuid: index for uuid, index in found if index is not None}
 
 
@@ -199,126 +277,12 @@ def _rows(csv: str, width: int) -> list[list[str]]:
     return [row for row in rows if len(row) == width]
 
 
-def _integer(text: str) -> int | None:
+def integer(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _no_value(text: str) -> bool:
+def no_value(text: str) -> bool:
     return text.startswith("[") or text in ("", "N/A", "ERR!")
-
-
-# -- joining
-
-
-def by_vmid(views: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The views of containers by vmid. Those of one container, each of another folder of it, become one with the runs
-    of all; what else they say is the same."""
-    merged: dict[int, dict[str, Any]] = {}
-    for vmid, view in views:
-        known = merged.setdefault(vmid, {**view, "runs": []})
-        known["runs"] = [*known["runs"], *view["runs"]]
-    return merged
-
-
-def join(host: str, view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> GpuStatus:
-    """One host's status, from its own view and the views of its containers by vmid."""
-    gpus = parse_gpus(view["smi"]["gpus"]["out"], _indices(containers))
-    apps = parse_apps(view["smi"]["apps"]["out"])
-    charged = {(app.gpu_uuid, app.pid): app for app in apps}
-    by_minor = _uuid_by_minor(gpus, view["minors"])
-    vmids = {inside["pid_namespace"]: vmid for vmid, inside in containers.items() if inside["pid_namespace"]}
-    runs = {vmid: {run.id: run for run in map(run_of, inside["runs"])} for vmid, inside in containers.items()}
-
-    processes: list[GpuProcess] = []
-    for holder in view["holders"]:
-        vmid = vmids.get(holder["pid_namespace"], holder["vmid"])
-        inside_host = vmid is None and holder["pid_namespace"] == view["pid_namespace"]
-        for uuid in sorted({by_minor[minor] for minor in holder["minors"] if minor in by_minor}):
-            app = charged.pop((uuid, holder["pid"]), None)
-            run = runs.get(vmid or 0, {}).get(holder["run_id"] or "")
-            kind: Kind = "host" if inside_host else "container"
-            if run is not None:
-                kind = "run" if run.state.live else "stale"
-            processes.append(
-                GpuProcess(
-                    gpu_uuid=uuid,
-                    pid=holder["pid"],
-                    container_pid=holder["namespace_pids"][-1]
-                    if not inside_host and holder["namespace_pids"]
-                    else None,
-                    vmid=vmid,
-                    run_id=holder["run_id"],
-                    kind=kind,
-                    used_mib=app.used_mib if app else None,
-                    age_s=holder["age_s"],
-                    state=holder["state"],
-                    command=holder["command"],
-                )
-            )
-    processes += [_uncharged(app, processes, view) for app in charged.values()]
-    heirs = {pid for process in processes for pid in process.held_by}
-    # On the host, an open device without memory is the persistence daemon or a monitor: no user of the GPU.
-    processes = [it for it in processes if it.kind != "host" or it.used_mib is not None or it.pid in heirs]
-    return GpuStatus(host, tuple(gpus), tuple(processes), tuple(_problems(host, view, containers)))
-
-
-def _uncharged(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any]) -> GpuProcess:
-    """A charge to a process that holds no device. The driver charges memory to the process that opened the device, also
-    when it is dead and only a child, which inherited the descriptor and is itself charged with nothing, keeps it."""
-    living = [it for it in holders if it.gpu_uuid == app.gpu_uuid and it.used_mib is None]
-    # A child that is still in the dead one's process group is certainly its own; else whoever is in a container.
-    group = {holder["pid"] for holder in view["holders"] if holder["group"] == app.pid}
-    own = [it for it in living if it.pid in group] or [it for it in living if it.kind != "host"] or living
-    heir = own[0] if own else None
-    return GpuProcess(
-        gpu_uuid=app.gpu_uuid,
-        pid=app.pid,
-        container_pid=None,
-        vmid=heir.vmid if heir else None,
-        run_id=heir.run_id if heir else None,
-        kind="dead",
-        used_mib=app.used_mib,
-        age_s=None,
-        state=None,
-        command=app.name,
-        held_by=tuple(it.pid for it in own),
-    )
-
-
-def _indices(containers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
-    found: dict[str, dict[int, int]] = {}
-    for vmid, inside in containers.items():
-        for uuid, index in parse_indices(inside["smi"]["gpus"]["out"]).items():
-            found.setdefault(uuid, {})[vmid] = index
-    return found
-
-
-def _uuid_by_minor(gpus: Sequence[Gpu], minors: Mapping[str, int]) -> dict[int, str]:
-    """N of /dev/nvidiaN -> UUID: as the driver says; else nvidia-smi's index has to do for it."""
-    by_bus = {bus[-12:].lower(): minor for bus, minor in minors.items()}
-    found: dict[int, str] = {}
-    for gpu in gpus:
-        minor = by_bus.get(gpu.bus_id[-12:].lower(), gpu.index)
-        if minor is not None:
-            found[minor] = gpu.uuid
-    return found
-
-
-def _problems(host: str, view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What nvidia-smi would not tell. In a container without GPUs it is usually not there: no problem."""
-    problems: list[str] = []
-    for answered in view["smi"].values():
-        if answered["code"] != 0:
-            last = [line for line in answered["out"].strip().split("\n") if line.strip()]
-            why = answered["why"] or (last[-1] if last else f"exit code {answered['code']}")
-            problems.append(f"{host}: {why}")
-    for vmid, inside in containers.items():
-        answered = inside["smi"]["gpus"]
-        if answered["code"] not in (0, None):
-            problems.append(
-                f"container {vmid}: nvidia-smi ended with {answered['code']}: {answered['out'].strip()[-200:]}"
-            )
-    return list(dict.fromkeys(problems))
 
 
 def lock_holders(view: Mapping[str, Any]) -> list[LockHolder]:

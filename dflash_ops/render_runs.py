@@ -1,13 +1,11 @@
-"""Runs and GPUs for people. Values come from runs.py and gpus.py; nothing is asked here."""
+"""Runs for people. Values come from runs.py and stops.py; nothing is asked here."""
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from dflash_ops import long_table, render
-from dflash_ops.gpus import Gpu, GpuProcess, GpuStatus
 from dflash_ops.runs import Run, RunState, Started
 from dflash_ops.stops import HandProcess, Listing, SessionStopped, Stopped
 
@@ -162,74 +160,6 @@ def note_verdict(run: Run) -> None:
     render.note(run.verdict())
     if run.checkpoints and run.state in (RunState.STOPPED, RunState.FAILED, RunState.LOST):
         render.note(f"  newest checkpoint {run.checkpoints[-1]}; go on: --resume {run.id}")
-
-
-def show_gpus(status: GpuStatus) -> None:
-    """The GPUs of a host, then who holds them; stale ones, and the dead that are still charged, are named so."""
-    columns = ("GPU", "NAME", "LOAD %", "MEMORY MiB", "OF MiB", "TEMP °C", "POWER W", "OF W", "IN CONTAINER")
-    rows = [
-        (
-            gpu.index,
-            gpu.name,
-            figure(gpu.load_percent),
-            figure(gpu.used_mib),
-            figure(gpu.total_mib),
-            figure(gpu.temperature_c),
-            figure(gpu.power_w),
-            figure(gpu.power_limit_w),
-            ", ".join(f"{vmid}: {index}" for vmid, index in sorted(gpu.in_container.items())) or None,
-        )
-        for gpu in status.gpus
-    ]
-    render.table(columns, rows, right=columns[2:8], spare=("OF W", "POWER W", "TEMP °C", "IN CONTAINER"))
-    by_uuid = {gpu.uuid: gpu for gpu in status.gpus}
-    if status.processes:
-        columns = ("GPU", "PID", "CONTAINER", "PID THERE", "RUN", "KIND", "MEMORY MiB", "AGE", "COMMAND")
-        rows = [_process_row(process, by_uuid.get(process.gpu_uuid), more) for process, more in _gathered(status)]
-        spare = ("PID THERE", "AGE", "COMMAND")
-        render.table(columns, rows, right=("PID", "PID THERE", "MEMORY MiB", "AGE"), spare=spare)
-    else:
-        render.say("no process holds a GPU")
-    if any(process.stale for process in status.processes):
-        render.say("stale: of a run that is over; the next train start frees it, or: dflash-ops train stop RUN")
-    for problem in status.problems:
-        render.note(problem)
-
-
-def _gathered(status: GpuStatus) -> list[tuple[GpuProcess, int]]:
-    """Each process with how many more like it are not shown: a live run's workers that hold the device open, as
-    torch's compile workers do, and are charged with nothing, stand behind the run's process that is charged."""
-    charged = {(it.gpu_uuid, it.run_id) for it in status.processes if it.kind == "run" and it.used_mib is not None}
-
-    def is_worker(it: GpuProcess) -> bool:
-        return it.kind == "run" and it.used_mib is None and (it.gpu_uuid, it.run_id) in charged
-
-    workers = Counter((it.gpu_uuid, it.run_id) for it in status.processes if is_worker(it))
-    return [
-        (it, workers.pop((it.gpu_uuid, it.run_id), 0) if it.kind == "run" else 0)
-        for it in status.processes
-        if not is_worker(it)
-    ]
-
-
-def _process_row(process: GpuProcess, gpu: Gpu | None, more: int) -> tuple[object, ...]:
-    words = short(process.command)
-    if more:
-        words = f"{short(process.command, 40)} (+{more} workers)"
-    if process.kind == "dead":
-        heirs = ", ".join(map(str, process.held_by))
-        words = f"gone; its memory is held by {heirs}" if heirs else "gone; who holds its memory can't be seen"
-    return (
-        gpu.index if gpu else process.gpu_uuid,
-        process.pid,
-        process.vmid,
-        process.container_pid,
-        process.run_id,
-        process.kind,
-        figure(process.used_mib),
-        span(process.age_s),
-        words,
-    )
 
 
 def short(command: str, width: int = 60) -> str:

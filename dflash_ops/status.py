@@ -1,11 +1,11 @@
-"""gpu_status: one question to the host and one to each of its containers, side by side."""
+"""gpu_status: one question to the host and one to each of its containers, side by side; several hosts too."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_ops import gpus
+from dflash_ops import gpu_join, gpus
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
 from dflash_ops.shell import Shell
@@ -13,19 +13,44 @@ from dflash_ops.shell import Shell
 _SECONDS = gpus.SMI_SECONDS + 5.0
 
 
-def gpu_status(shell: Shell, host: Host, containers: Sequence[Container]) -> gpus.GpuStatus:
+@dataclass(frozen=True)
+class Answer:
+    """What a host of several answered: its status, or why there is none (then the status has only that problem)."""
+
+    status: gpus.GpuStatus
+    error: OpsError | None = None
+
+
+def gpu_status(
+    shell: Shell, host: Host, containers: Sequence[Container], own: Container | None = None
+) -> gpus.GpuStatus:
     """The GPUs of a host and who holds them. A container that can't be asked becomes a problem in the answer; the host
-    must answer, or its error is raised."""
+    must answer, or its error is raised. own: the container that a process's owner is told for."""
     here = [container for container in containers if container.host == host]
     with ThreadPoolExecutor(max_workers=len(here) + 1) as pool:
         view = pool.submit(shell.ask, host, gpus.host_query(), timeout=_SECONDS)
         # Every one of them: two may be the same container with its runs in two folders.
         asked = [(container.vmid, pool.submit(_ask, shell, container)) for container in here]
     answers = [(vmid, future.result()) for vmid, future in asked]
-    insides = gpus.by_vmid([(vmid, it) for vmid, it in answers if not isinstance(it, OpsError)])
-    status = gpus.join(str(host), view.result(), insides)
+    insides = gpu_join.by_vmid([(vmid, it) for vmid, it in answers if not isinstance(it, OpsError)])
+    status = gpu_join.join(str(host), view.result(), insides, own.vmid if own else None)
     problems = dict.fromkeys(str(it) for _, it in answers if isinstance(it, OpsError))
     return replace(status, problems=(*status.problems, *problems))
+
+
+def every_host(shell: Shell, containers: Sequence[Container], own: Container | None = None) -> list[Answer]:
+    """The status of each host of these containers, all asked at once; in the order in which they come."""
+    hosts = list(dict.fromkeys(container.host for container in containers))
+    shell.load()
+
+    def ask(host: Host) -> Answer:
+        try:
+            return Answer(gpu_status(shell, host, containers, own if own and own.host == host else None))
+        except OpsError as error:
+            return Answer(gpus.GpuStatus(str(host), (), (), (str(error),)), error)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        return list(pool.map(ask, hosts))
 
 
 def _ask(shell: Shell, container: Container) -> dict[str, Any] | OpsError:

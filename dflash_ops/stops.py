@@ -140,9 +140,9 @@ def stopped(result: Result) -> Stopped:
         killed=read_processes(reply["killed"]),
         survivors=read_processes(reply["survivors"]),
         was_lost=reply["was_lost"],
-        gpu=_proof(reply["gpu"]),
+        gpu=proof_of(reply["gpu"]),
     )
-    _prove(f"run {done.run.id}", done.survivors, done.gpu, str(result.place))
+    prove(f"run {done.run.id}", done.survivors, done.gpu, str(result.place))
     return done
 
 
@@ -156,9 +156,9 @@ def session_stopped(result: Result) -> SessionStopped:
         killed=read_processes(reply["killed"]),
         survivors=read_processes(reply["survivors"]),
         session_left=reply["session_left"],
-        gpu=_proof(reply["gpu"]),
+        gpu=proof_of(reply["gpu"]),
     )
-    _prove(f"session {done.session}", done.survivors, done.gpu, str(result.place))
+    prove(f"session {done.session}", done.survivors, done.gpu, str(result.place))
     if done.session_left:
         raise OpsError(
             f"session {done.session} is still there",
@@ -189,14 +189,14 @@ def _by_hand(record: Mapping[str, Any]) -> HandProcess:
     )
 
 
-def _proof(record: Mapping[str, Any]) -> GpuProof:
+def proof_of(record: Mapping[str, Any]) -> GpuProof:
     held = tuple(
         HeldGpu(it["index"], it["used_mib"], it["charged_mib"], read_processes(it["holders"])) for it in record["held"]
     )
     return GpuProof(record["checked"], record["back"], record["why"], held)
 
 
-def _prove(what: str, survivors: tuple[RunProcess, ...], gpu: GpuProof, where: str) -> None:
+def prove(what: str, survivors: tuple[RunProcess, ...], gpu: GpuProof, where: str) -> None:
     """OpsError that names what is left, and why it can't be ended."""
     if survivors:
         names = "; ".join(f"{it.pid} ({it.command[:60]}), state {it.state} in {it.wchan}" for it in survivors)

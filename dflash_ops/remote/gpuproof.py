@@ -18,6 +18,8 @@ _QUERIES = {
     "gpus": ["--query-gpu=index,uuid,pci.bus_id,memory.used,memory.total", _FORMAT],
     "apps": ["--query-compute-apps=gpu_uuid,pid,used_gpu_memory", _FORMAT],
 }
+# The start time of nobody: the pid counts while it is dead, and a new owner of it does not.
+_DEAD = -1
 # What memory.used may differ from the sum of the processes beyond what was charged.
 _SLACK_MIB = 32.0
 
@@ -84,6 +86,7 @@ class Proof:
         opened = any(processes.device_minors(processes.open_files(process.pid)) for process in targets)
         self.wanted = bool(gpus) or opened
         self.before = look() if self.wanted else Picture(missing=True)
+        self._note_dead_parents()
         self.after = self.before
         self._charged_before, self._others_before = self._charged(self.before), self._charged(self.before, ours=False)
 
@@ -91,6 +94,18 @@ class Proof:
         """More processes that belong to what is ended."""
         for process in targets:
             self._known.setdefault(process.pid, process.start)
+
+    def _note_dead_parents(self) -> None:
+        """The memory of a dead process counts as theirs where nobody else could be holding it: of the living that hold
+        the card and are charged with nothing of it, all are theirs."""
+        for uuid, pid, _ in self.before.charges:
+            card = self.before.card(uuid)
+            if card is None or pid in self._known or processes.read(pid) is not None:
+                continue
+            charged = {other for of, other, _ in self.before.charges if of == uuid}
+            heirs = [holder for holder in holders_of(card) if holder["pid"] not in charged]
+            if heirs and all(self._known.get(holder["pid"]) == holder["start"] for holder in heirs):
+                self._known[pid] = _DEAD
 
     def back(self) -> bool:
         """Whether nothing is charged to them any more, and the cards show it. True where no nvidia-smi is."""

@@ -1,23 +1,26 @@
-"""What a host, or a container, knows of its GPUs: nvidia-smi's words as they are, and who holds the devices.
+"""Who holds the GPUs of a host, or of a container, and nvidia-smi's words as they are.
 
-nvidia-smi alone names no living child of a dead parent, so holders are found by their open descriptors of /dev/nvidiaN.
-The same script runs on the hypervisor (which sees every process, and the GPU locks) and in each container (which knows
-its runs). Standard library only, Python >= 3.9.
+nvidia-smi alone names no living child of a dead parent, so holders are found by their open descriptors of /dev/nvidiaN,
+and by what they have mapped of it. The same code runs on the hypervisor (which sees every process, and the GPU locks)
+and in each container. Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 import re
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, processes, rundir
+from dflash_ops.remote import processes, rundir
 
 _LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
+_MAPPED = re.compile(rb" /dev/nvidia(\d+)$", re.MULTILINE)
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 
 
@@ -25,51 +28,40 @@ _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 _PROBE = b"DFLASH_OPS_PROBE"
 
 
-def main(parameters: dict[str, Any]) -> int:
-    path = Path(parameters["path"]) if parameters["path"] else None
-    return answers.answer(path, lambda: probe(path, parameters["queries"], parameters["seconds"]))
-
-
-def probe(path: Path | None, queries: dict[str, list[str]], seconds: float) -> dict[str, Any]:
-    """path: where the runs lie, None on a host. queries: by name, the words of each nvidia-smi call; all are asked at
-    once and get `seconds` together, for a sick driver hangs."""
-    smi = ask_smi(queries, seconds)
-    boot = processes.boot_id()
-    runs = [rundir.facts(folder, boot) for folder in rundir.folders(path)] if path else []
-    return {
-        "boot_id": boot,
-        "pid_namespace": _pid_namespace("self"),
-        "smi": smi,
-        "minors": device_minor_by_bus(),
-        "holders": holders(),
-        "runs": runs,
-    }
-
-
 def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
-    """By name: exit code (None: not there, or no answer in time), stdout, and why there is none."""
+    """nvidia-smi with each query's words; see `ask`."""
+    return ask({name: ["nvidia-smi", *words] for name, words in queries.items()}, seconds)
+
+
+def ask(programs: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """By name: exit code (None: not there, or no answer in time), stdout, and why there is none. All are asked at once
+    and get `seconds` together, for a sick driver hangs."""
     started: dict[str, subprocess.Popen[bytes]] = {}
-    answers: dict[str, dict[str, Any]] = {}
-    for name, words in queries.items():
+    told: dict[str, dict[str, Any]] = {}
+    for name, words in programs.items():
         try:
             started[name] = subprocess.Popen(
-                ["nvidia-smi", *words],
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environb, _PROBE: b"1"},
             )
         except OSError as error:
-            answers[name] = {"code": None, "out": "", "why": f"nvidia-smi: {error.strerror}"}
+            told[name] = {"code": None, "out": "", "why": f"{words[0]}: {error.strerror}"}
     deadline = time.monotonic() + seconds
     for name, asked in started.items():
         try:
             out, _ = asked.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            answers[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
+            told[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
         except subprocess.TimeoutExpired:
-            asked.kill()  # in state D it won't die: not waited for
-            answers[name] = {"code": None, "out": "", "why": f"nvidia-smi gave no answer in {seconds:.0f} s"}
-    return answers
+            asked.kill()
+            if asked.stdout is not None:
+                asked.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                asked.wait(0.5)  # in state D it won't die
+            told[name] = {"code": None, "out": "", "why": f"{programs[name][0]} gave no answer in {seconds:.0f} s"}
+    return told
 
 
 def holders() -> list[dict[str, Any]]:
@@ -79,7 +71,7 @@ def holders() -> list[dict[str, Any]]:
         if process.ended or process.pid == os.getpid():
             continue
         links = processes.open_files(process.pid)
-        minors = processes.device_minors(links)
+        minors = processes.device_minors(links) or _mapped_minors(process.pid)
         locks = sorted({int(match.group(1)) for match in map(_LOCK.search, links) if match})
         if not minors and not locks:
             continue
@@ -93,13 +85,15 @@ def holders() -> list[dict[str, Any]]:
                 **processes.describe(process),
                 "group": process.group,
                 "namespace_pids": _namespace_pids(process.pid),
-                "pid_namespace": _pid_namespace(process.pid),
+                "pid_namespace": pid_namespace(process.pid),
                 "vmid": _vmid(process.pid),
                 "minors": minors,
                 "locks": locks,
                 "run_id": os.fsdecode(environment.get(processes.RUN_ID, b"")) or None,
                 "locks_for": named.group() if named else None,
                 "age_s": round(processes.age_seconds(process), 1),
+                "user": _user(process.pid),
+                "parent": process.parent,
             }
         )
     return found
@@ -123,7 +117,28 @@ def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict
     return minors
 
 
-def _pid_namespace(pid: int | str) -> str:
+def _mapped_minors(pid: int) -> list[int]:
+    """The N of every /dev/nvidiaN that is mapped: a mapping keeps the device open when its descriptor is closed."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return []
+    return sorted({int(number) for number in _MAPPED.findall(text)}) if b"/dev/nvidia" in text else []
+
+
+def _user(pid: int) -> str | None:
+    """Whose the process is: a name of this machine, else a number."""
+    try:
+        number = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def pid_namespace(pid: int | str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:

@@ -157,6 +157,8 @@ def _install_support(root: Path, settings: Settings) -> None:
         "lxc-attach": (layout.LXC_ATTACH_FOLDER, _launcher(settings, "attach")),
         "nvidia-smi": (layout.NVIDIA_SMI_FOLDER, f"#!{settings.base_python} -IS\n{smi}"),
     }
+    if settings.fake_gpus:  # a fake GPU's kernel messages are fake too: what somebody writes into that file
+        programs["journalctl"] = ("/usr/bin", f"#!/bin/sh\ncat {layout.KERNEL_LOG} 2>/dev/null; exit 0\n")
     if settings.nvidia_smi:
         programs["nvidia-smi"] = (layout.NVIDIA_SMI_FOLDER, f'#!/bin/sh\nexec {settings.nvidia_smi} "$@"\n')
     elif not settings.fake_gpus:

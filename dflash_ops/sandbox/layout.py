@@ -17,6 +17,7 @@ SETTINGS = SUPPORT / "settings.json"
 PCT_DELAY = SUPPORT / "pct-delay"
 MODELS = SUPPORT / "models"
 GPU_SOCKET = Path("/run/sandbox-gpu.sock")
+KERNEL_LOG = Path("/var/log/sandbox-kernel.json")  # lines as `journalctl -k -o json` gives them
 
 # Where a real hypervisor keeps them.
 PCT_FOLDER, LXC_ATTACH_FOLDER, NVIDIA_SMI_FOLDER = "/usr/sbin", "/usr/bin", "/usr/bin"

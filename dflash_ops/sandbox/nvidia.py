@@ -72,8 +72,13 @@ _GPU_FIELDS: dict[str, tuple[str, str, Callable[[Gpu], object]]] = {
     "ecc.errors.uncorrected.volatile.total": ("ecc.errors.uncorrected.volatile.total", "", lambda _: 0),
     "clocks_event_reasons.active": ("clocks_event_reasons.active", "", lambda _: "0x0000000000000001"),
     "gpu_recovery_action": ("gpu_recovery_action", "", lambda _: "None"),
+    "power.default_limit": ("power.default_limit", "W", lambda _: "300.00"),
+    "power.max_limit": ("power.max_limit", "W", lambda _: "350.00"),
+    "remapped_rows.pending": ("remapped_rows.pending", "", lambda _: "No"),
     "pcie.link.gen.current": ("pcie.link.gen.current", "", lambda _: 4),
+    "pcie.link.gen.max": ("pcie.link.gen.max", "", lambda _: 4),
     "pcie.link.width.current": ("pcie.link.width.current", "", lambda _: 16),
+    "pcie.link.width.max": ("pcie.link.width.max", "", lambda _: 16),
 }
 _ALIASES = {
     "gpu_uuid": "uuid",

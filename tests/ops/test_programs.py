@@ -9,11 +9,14 @@ from typing import Any
 
 from test_runs import facts
 
-from dflash_ops import errors, gpus, keeping, runs, stops
+from dflash_ops import errors, gpu_free, gpus, keeping, runs, stops, xids
 from dflash_ops.remote import notify
 from trainer.records import Status
 
 TEXT = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
+
+HOLDER = gpu_free.Holder(1, 2, 3, "S", None, "root", "x", 1.0, (0,), None, "unknown", None)
+FREED = gpu_free.nothing_done(gpu_free.Look("lab / container 200", "b", (HOLDER,), {}, {0: 1.0}, ""), [HOLDER], True)
 
 
 def documented(section: str) -> set[str]:
@@ -43,6 +46,9 @@ def test_every_field_is_documented() -> None:
         "GpuStatus": set(gpus.GpuStatus("lab", (), (), ()).to_json()),
         "Gpu": fields(gpus.Gpu),
         "GpuProcess": fields(gpus.GpuProcess) | {"stale"},
+        "Xid": fields(xids.Xid),
+        "Freed": set(FREED.to_json()),
+        "Holder": fields(gpu_free.Holder),
         "Removed": fields(keeping.Removed),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
@@ -65,6 +71,7 @@ def test_every_document_is_json_with_its_version() -> None:
         stops.Listing((run,), (stops.Session("a", None, True, (by_hand,)),), (by_hand,)),
         stops.SessionStopped("a", 1.0, (), (), (), False, proof),
         gpus.GpuStatus("lab", (), (), ()),
+        FREED,
     ):
         assert json.loads(json.dumps(value.to_json()))["schema_version"] == 1
 

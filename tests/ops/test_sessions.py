@@ -182,9 +182,9 @@ def test_what_is_left_is_an_error_that_names_it(
     survivors: tuple[RunProcess, ...], gpu: stops.GpuProof, says: str
 ) -> None:
     with pytest.raises(OpsError, match=says) as caught:
-        stops._prove("run a", survivors, gpu, "lab / container 200")
+        stops.prove("run a", survivors, gpu, "lab / container 200")
     assert caught.value.exit_code == 1 and caught.value.next
-    stops._prove("run a", (), stops.GpuProof(True, True, "", ()), "lab")
+    stops.prove("run a", (), stops.GpuProof(True, True, "", ()), "lab")
 
 
 def test_the_countdown_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import stand_in
 from conftest import Box, Cli, write_inventory
 from stand_in import retry_until
 
-from dflash_ops import deploy, gpus, source, train
+from dflash_ops import deploy, gpu_join, gpus, source, train
 from dflash_ops.command import Command
 from dflash_ops.inventory import load
 from dflash_ops.runs import StartRequest
@@ -75,9 +75,9 @@ def test_a_host_without_the_driver_says_so(box: Box, shell: Shell) -> None:
     command = replace(gpus.host_query().command, env={"PATH": "/nowhere"})
     argv = ("/usr/bin/python3", *command.argv[1:])
     view = gpus.host_query().parse(shell.run(box.host, replace(command, argv=argv)))
-    status = gpus.join("box", view, {})
+    status = gpu_join.join("box", view, {})
     assert status.gpus == ()
-    assert status.problems == ("box: nvidia-smi: No such file or directory",)
+    assert status.problems[0] == "box: nvidia-smi: No such file or directory"
 
 
 def test_a_probes_own_nvidia_smi_is_no_holder(box: Box, shell: Shell) -> None:

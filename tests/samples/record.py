@@ -15,17 +15,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from dflash_ops.remote import probe
+from dflash_ops.remote import gpuview
 
-# As dflash_ops.gpus asks; written out, since that module needs more than the standard library.
+# As dflash_ops.gpus asks; written out, since that module needs more than the standard library. test_gpus.py compares.
 GPUS = (
-    "index,uuid,name,pci.bus_id,driver_version,utilization.gpu,memory.used,memory.total,temperature.gpu,"
-    "power.draw,power.limit"
-)
-QUERIES = {
-    "gpus": [f"--query-gpu={GPUS}", "--format=csv,noheader,nounits"],
-    "apps": ["--query-compute-apps=gpu_uuid,pid,used_gpu_memory,process_name", "--format=csv,noheader,nounits"],
-}
+    "index,uuid,name,pci.bus_id,driver_version,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,"
+    "power.limit,clocks.sm,clocks.mem,ecc.errors.corrected.volatile.total,ecc.errors.uncorrected.volatile.total,"
+    "power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
+    "clocks_event_reasons.active,ecc.mode.current,mig.mode.current,persistence_mode,remapped_rows.pending,"
+    "gpu_recovery_action"
+).split(",")
+APPS = ["gpu_uuid", "pid", "used_gpu_memory", "process_name"]
 
 
 def hold_memory() -> None:
@@ -42,7 +42,7 @@ def hold_memory() -> None:
 
 
 def look() -> dict[str, object]:
-    return probe.probe(None, QUERIES, 20.0)
+    return gpuview.view(None, GPUS, APPS, 20.0)
 
 
 def main(folder: Path) -> None:

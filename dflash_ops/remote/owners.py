@@ -1,0 +1,82 @@
+"""Whose a process of this container is: of a run that lives, of an earlier run of ours, or of nobody that we know.
+
+Each evidence is sound by itself, and life wins: what anything says belongs to a living run is never an earlier run's.
+Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import cgroups, processes, rundir
+
+
+@dataclass(frozen=True)
+class Owner:
+    """kind: "run" (it lives), "earlier" (a run of ours that is over), "unknown". run_id: the run's."""
+
+    kind: str
+    run_id: str | None
+
+
+UNKNOWN = Owner("unknown", None)
+
+
+class Owners:
+    """The runs below `path`, as they are now, and the processes that are certainly theirs.
+
+    A process belongs to an earlier run when it was started with that run's id and folder, or is in that run's own
+    control group; to a living one when it is among its members, its supervisor, or was started with its id.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.boot_id = processes.boot_id()
+        self.runs: list[dict[str, Any]] = [rundir.facts(folder, self.boot_id) for folder in rundir.folders(path)]
+        self._live = {run["run_id"]: run for run in self.runs if rundir.lives(run)}
+        self._over = {run["run_id"]: run for run in self.runs if not rundir.lives(run)}
+        table = processes.table()  # before the groups are asked: see processes.of_run
+        self._members: dict[tuple[int, int], str] = {}
+        for run_id, run in self._live.items():
+            supervisor = processes.find(run["state"].get("supervisor")) if run["supervisor_alive"] else None
+            for process in [*rundir.members(run), *([supervisor] if supervisor else [])]:
+                self._members[process.pid, process.start] = run_id
+        grouped = {pid: run_id for run_id, run in self._over.items() for pid in self._group(run)}
+        self._grouped = {(it.pid, it.start): grouped[it.pid] for it in table if it.pid in grouped}
+
+    def of(self, process: processes.Process) -> Owner:
+        """Whose this process is."""
+        identity = (process.pid, process.start)
+        environment = processes.environment(process.pid)
+        named = os.fsdecode(environment.get(processes.RUN_ID, b""))
+        if identity in self._members:
+            return Owner("run", self._members[identity])
+        if named in self._live:
+            return Owner("run", named)
+        if named in self._over and environment.get(processes.RUN_DIR) == os.fsencode(self.path / "runs" / named):
+            return Owner("earlier", named)
+        if identity in self._grouped:
+            return Owner("earlier", self._grouped[identity])
+        return UNKNOWN
+
+    def group_of(self, run_id: str) -> set[int]:
+        """The pids in the control group of an earlier run, now."""
+        return self._group(self._over[run_id]) if run_id in self._over else set()
+
+    def _group(self, run: dict[str, Any]) -> set[int]:
+        state = run["state"]
+        return cgroups.pids(state.get("cgroup"), run["run_id"]) if state.get("boot_id") == self.boot_id else set()
+
+
+def ancestors() -> set[int]:
+    """Our own pid and those of who started us: what no verb may end."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        process = processes.read(pid)
+        pid = process.parent if process is not None else 0
+    return found

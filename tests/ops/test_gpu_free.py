@@ -1,0 +1,268 @@
+"""`gpu free` by hand: what is shown, asked and refused; files of freed runs; and `gpu-status` of hosts that are slow,
+away, or have an old driver."""
+
+import json
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu_scenes
+import pytest
+from conftest import Box, Cli, write_inventory
+
+from dflash_ops import gpu_free, gpu_join, gpus, status
+from dflash_ops.command import Command, Container, Host
+from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
+from dflash_ops.remote import free as remote_free
+from dflash_ops.remote import gpuview
+from dflash_ops.sandbox import layout
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+PROGRAM = Path(gpu_scenes.__file__).read_text()
+RUN = "a-20261129-120000-abcd"
+
+
+def holder(pid: int, owner: str = "unknown", parent: int = 1, **more: Any) -> gpu_free.Holder:
+    first = gpu_free.Holder(pid, 7, parent, "S", None, "root", "python", 1.0, (0,), 100.0, "unknown", None)
+    return replace(first, owner=owner, run_id=None if owner == "unknown" else RUN, **more)
+
+
+def look(*holders: gpu_free.Holder, gone: dict[int, tuple[int, ...]] | None = None) -> gpu_free.Look:
+    return gpu_free.Look("lab / container 200", "boot", holders, gone or {}, {}, "")
+
+
+# -- choosing
+
+
+@pytest.mark.parametrize(
+    ("pids", "unknown", "chosen"),
+    [
+        ([], False, [2]),
+        ([], True, [2, 3, 4]),
+        ([3], False, [2, 3, 4]),  # 4 is its child
+        ([4], False, [2, 4]),
+        ([2], False, [2]),
+    ],
+)
+def test_what_is_chosen(pids: list[int], unknown: bool, chosen: list[int]) -> None:
+    found = look(holder(1, "run"), holder(2, "earlier"), holder(3), holder(4, parent=3), holder(5, "run", parent=4))
+    assert [it.pid for it in gpu_free.choose(found, pids, unknown)] == chosen
+
+
+def test_what_can_not_be_chosen() -> None:
+    found = look(holder(1, "run"), holder(3), gone={77: (3,)})
+    with pytest.raises(BusyError, match=f"process 1 is of run {RUN}.*train stop {RUN}"):
+        gpu_free.choose(found, [1], False)
+    with pytest.raises(NotFoundError, match=r"process 9 holds no GPU"):
+        gpu_free.choose(found, [9], False)
+    with pytest.raises(NotFoundError, match=r"a child of it holds its memory. Next: --pid 3"):
+        gpu_free.choose(found, [77], False)
+
+
+# -- freeing, for real
+
+
+@pytest.fixture
+def place(box: Box, shell: Shell) -> Iterator[Container]:
+    place = box.container
+    yield place
+    ends = Command((place.python, "-IS", "-c", PROGRAM, place.path), json.dumps({"end": made.pop(place, [])}).encode())
+    shell.run(place, ends, check=True)
+
+
+made: dict[Container, list[dict[str, Any]]] = {}
+
+
+def build(shell: Shell, place: Container, *kinds: str) -> list[dict[str, Any]]:
+    scenes = [
+        {"kind": kind, "run_id": f"s{at}-20261129-120000-abc{at}", "gpu": 0, "mib": 500, "deaf": False, "over": "lost"}
+        for at, kind in enumerate(kinds)
+    ]
+    question = Command((place.python, "-IS", "-c", PROGRAM, place.path), json.dumps({"build": scenes}).encode())
+    made[place] = json.loads(shell.run(place, question, check=True).out)
+    return made[place]
+
+
+def alive(shell: Shell, place: Container, pid: int) -> bool:
+    return shell.run(place, Command(("sh", "-c", f"test -d /proc/{pid}/fd && ls /proc/{pid}/fd | grep -q ."))).code == 0
+
+
+def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
+    stale, stranger = build(shell, place, "dead parent", "stranger")
+    files = [f"/dev/shm/torch_{stale['run_id']}", f"/tmp/{stale['run_id']}"]
+    others = [f"/dev/shm/torch_{stale['run_id']}0", "/tmp/s0-20261129-120000"]
+    shell.run(
+        place, Command(("sh", "-c", f"mkdir {files[1]}; touch {files[1]}/x {files[0]} {' '.join(others)}")), check=True
+    )
+
+    dry = json.loads(cli("gpu", "free", "--dry-run", "--json").stdout)
+    assert [it["pid"] for it in dry["freed"]] == [stale["pid"]] and dry["dry_run"] and not dry["gpu"]["checked"]
+    assert alive(shell, place, stale["pid"])
+    refused = cli("gpu", "free", "--unknown")
+    assert refused.returncode == 2 and str(stranger["pid"]) in refused.stderr.decode()
+    assert alive(shell, place, stale["pid"]) and alive(shell, place, stranger["pid"])
+
+    freed = json.loads(cli("gpu", "free", "--json").stdout)
+    assert [it["pid"] for it in freed["freed"]] == [stale["pid"]]
+    assert (freed["gpu"]["checked"], freed["gpu"]["back"]) == (True, True)
+    assert freed["removed"] == files
+    assert [(it["pid"], it["owner"], it["used_mib"]) for it in freed["left"]] == [(stranger["pid"], "unknown", 500.0)]
+    listed = shell.run(place, Command(("sh", "-c", "ls -d /dev/shm/* /tmp/s0*"))).out.decode()
+    assert all(file in listed for file in others) and not any(f"{file}\n" in listed for file in files)
+    assert not alive(shell, place, stale["pid"]) and alive(shell, place, stranger["pid"])
+
+    shown = cli("gpu", "free").stdout.decode()
+    assert "nothing to free" in shown and str(stranger["pid"]) in shown
+    done = cli("gpu", "free", "--pid", str(stranger["pid"]), "--yes")
+    assert done.returncode == 0 and f"ended {stranger['pid']}" in done.stdout.decode()
+    assert not alive(shell, place, stranger["pid"])
+
+
+def test_what_has_changed_since_the_look_is_spared(place: Container, shell: Shell) -> None:
+    (stranger,) = build(shell, place, "stranger")
+    found = gpu_free.look(shell, place)
+    (chosen,) = gpu_free.choose(found, [stranger["pid"]], False)
+    gpu_free.free(shell, place, found, [replace(chosen, start=chosen.start - 1)], grace=0.0)  # another had that pid
+    assert alive(shell, place, stranger["pid"])
+    with pytest.raises(BusyError, match="the host was restarted"):
+        gpu_free.free(shell, place, replace(found, boot_id="earlier"), [chosen], grace=0.0)
+    assert alive(shell, place, stranger["pid"])
+
+
+def test_one_that_would_not_die_is_told_and_never_called_killed(box: Box) -> None:
+    stuck = {"pid": 5, "start": 1, "state": "D", "wchan": "nv_wait", "command": "python x"}
+    reply = {"freed": [], "killed": [], "removed": [], "seconds": 1.0, "survivors": [stuck]}
+    proof = {"checked": True, "back": False, "why": "", "held": []}
+
+    class Stub:
+        def ask(self, *_: object, **__: object) -> dict[str, Any]:
+            return {**reply, "gpu": proof}
+
+    with pytest.raises(OpsError, match=r"would not die: 5 \(python x\), state D in nv_wait.*restart of the host"):
+        gpu_free.free(Stub(), box.container, look(), [holder(5)], grace=0.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_link_with_a_runs_id_is_removed_and_not_what_it_points_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_free, "_TEMPORARY", (str(tmp_path), str(tmp_path / "missing")))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    (tmp_path / RUN).symlink_to(tmp_path / "kept")
+    assert remote_free._remove_files({RUN}) == [str(tmp_path / RUN)]
+    assert (tmp_path / "kept" / "file").exists()
+
+
+# -- gpu-status of several hosts, and again and again
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_all_hosts_are_asked_at_once(away: bool) -> None:
+    """Each of 16 hosts and its container answers only when all have been asked."""
+    hosts = [Host(f"h{number}", "localhost") for number in range(16)]
+    containers = [Container(host, 200) for host in hosts]
+    together = threading.Barrier(32, timeout=20)
+    smi = {"code": 0, "out": "", "why": "", "fields": list(gpus.GPU_FIELDS)}
+    view = {"pid_namespace": "", "smi": {"gpus": smi, "apps": smi}, "minors": {}, "holders": [], "runs": [], "xids": []}
+
+    class Slow(Shell):
+        def ask(self, place: Any, query: Any, *, timeout: float | None = None) -> Any:
+            together.wait()
+            if away and place == hosts[3]:
+                raise UnreachableError("no answer", where="h3")
+            return view
+
+    answers = status.every_host(Slow(), containers)
+    assert [answer.status.host for answer in answers] == [host.name for host in hosts]
+    assert [answer.error is not None for answer in answers] == [away and number == 3 for number in range(16)]
+
+
+def test_all_and_watch_on_the_command_line(sandbox: SandboxState, tmp_path: Path) -> None:
+    away = '[hosts.away]\naddress = "127.0.0.1"\nport = 1\n[containers.far]\nhost = "away"\nvmid = 200\n'
+    cli = Cli(write_inventory(tmp_path, sandbox.name, more=away))
+    done = cli("gpu-status", "--all", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 4
+    assert [(host["host"], len(host["gpus"])) for host in document["hosts"]] == [("box", 2), ("away", 0)]
+    assert document["hosts"][0]["gpus"][0]["health"] == "ok"
+    text = cli("gpu-status", "--all")
+    assert b"box:" in text.stdout and b"away" in text.stderr
+    watching = cli.start("gpu-status", "--watch", "--every", "0.2", "--json")
+    assert watching.stdout
+    try:
+        assert [json.loads(watching.stdout.readline())["host"] for _ in range(2)] == ["box", "box"]
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+# -- old drivers, the kernel's log
+
+
+OLD_SMI = """#!{python}
+import sys
+KNOWN = ["index", "uuid", "name", "pci.bus_id", "driver_version", "memory.used", "clocks_throttle_reasons.active"]
+if sys.argv[1] == "--help-query-gpu":
+    print('"name" or "gpu_name"\\n' + "\\n".join(f'"{{name}}"\\nwords, "quoted" ones too\\n' for name in KNOWN))
+    sys.exit(0)
+option, _, asked = sys.argv[1].partition("=")
+open("{log}", "a").write(option + "\\n")
+if option == "--query-gpu":
+    fields = asked.split(",")
+    unknown = [field for field in fields if field not in KNOWN]
+    if unknown:
+        print(f'Field "{{unknown[0]}}" is not a valid field to query.\\n')
+        sys.exit(2)
+    values = {{"index": "0", "uuid": "GPU-1", "pci.bus_id": "00000000:01:00.0", "memory.used": "12"}}
+    values["clocks_throttle_reasons.active"] = "0x0000000000000040"
+    print(", ".join(values.get(field, "x") for field in fields))
+"""
+
+
+def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+    for name, text in texts.items():
+        file = folder / name.replace("_", "-")
+        file.write_text(text)
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_an_old_driver_is_asked_for_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    programs(tmp_path, monkeypatch, nvidia_smi=OLD_SMI.format(python=sys.executable, log=log))
+    view = gpuview.view(None, list(gpus.GPU_FIELDS), list(gpus.APP_FIELDS), 10.0)
+    (gpu,) = gpu_join.join("lab", view, {}).gpus
+    assert (gpu.used_mib, gpu.throttled, gpu.load_percent) == (12.0, ("heat (hardware)",), None)
+    assert gpu.missing["load_percent"] == "this driver does not tell" and "used_mib" not in gpu.missing
+    assert gpu.health == "warning"
+    assert log.read_text().split().count("--query-gpu") == 2
+
+
+def test_a_driver_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(tmp_path, monkeypatch, nvidia_smi="#!/bin/sh\nexec sleep 100\n")
+    view = gpuview.view(None, list(gpus.GPU_FIELDS), list(gpus.APP_FIELDS), 0.3)
+    assert gpu_join.join("lab", view, {}).problems[0] == "lab: nvidia-smi gave no answer in 0 s"
+
+
+def test_xids_of_the_hosts_log(box: Box, shell: Shell) -> None:
+    message = "NVRM: Xid (PCI:0000:01:00): 94, pid=1234, name=python, Contained error"
+    lines = [
+        json.dumps({"MESSAGE": text, "__REALTIME_TIMESTAMP": str(moment)})
+        for text, moment in ((message, 4_000_000_000_000_000), (message.replace("94", "45"), 1_000_000), ("NVRM: x", 5))
+    ]
+    write = Command(("sh", "-c", f"cat > {layout.KERNEL_LOG}"), "\n".join(lines).encode())
+    shell.run(box.host, write, check=True)
+    try:
+        found = status.gpu_status(shell, box.host, [box.container])
+    finally:
+        shell.run(box.host, Command(("rm", str(layout.KERNEL_LOG))), check=True)
+    (xid,) = found.xids  # the other one is of 1970: longer ago than a day, and no run is that old
+    assert (xid.code, xid.pid, xid.gpu_uuid, xid.weight) == (94, 1234, found.gpus[0].uuid, "warning")
+    assert found.gpus[0].health == "warning" and found.gpus[1].health == "ok"
+    assert not [problem for problem in found.problems if "kernel" in problem]
