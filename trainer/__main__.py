@@ -137,9 +137,9 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
 
 def leave(code: int) -> NoReturn:
     """Ends the process, at once when a thread was left behind."""
-    # Where it was not imported there is no thread of one, and it would import torch.
-    pipeline = sys.modules.get("trainer.pipeline")
-    if pipeline is not None and pipeline.left_running():
+    from trainer.pipeline import left_running
+
+    if left_running():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

@@ -83,7 +83,7 @@ def _first(
     role = (worker or "").partition("-")[0]
     if role == "target" and place not in own and place in layout.drafters:
         return ARRIVING
-    if role in FIRST and (place in own or not parts):
+    if role in FIRST:
         return FIRST[role]
     if parts:
         return ()

@@ -145,13 +145,6 @@ def test_an_error_with_a_thread_left_behind_ends_with_its_traceback_and_code_1()
     assert ended.stderr.endswith("\nRuntimeError: shapes differ\nraised in the worker drafter\n")
 
 
-def test_a_command_without_threads_needs_no_torch_to_end(tiny_folder: Path) -> None:
-    code = "import runpy, sys\nsys.argv[0] = 'trainer'\ntry: runpy.run_module('trainer', run_name='__main__')\n"
-    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "check", str(tiny_folder / "config.toml")]
-    assert subprocess.check_output(command, text=True).endswith("\n0 False\n")
-
-
 @pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "config.toml"], ["train", "--dry-run"]])
 def test_wrong_words_are_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

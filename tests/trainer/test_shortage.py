@@ -7,7 +7,9 @@ import pytest
 import torch
 from tiny import tiny_toml
 
+from trainer import shortage
 from trainer.config import TrainConfig, load
+from trainer.memory import Part
 from trainer.shortage import is_shortage, shortage_in
 
 # As torch 2.11 says it on a GPU.
@@ -110,6 +112,17 @@ def test_it_names_who_where_with_what_and_what_to_lower_there(
     said = told(config_of(tiny_folder, *sets), worker, on_gpu(gpu))
     assert said[: len(start)] == start
     assert "\n" not in said
+
+
+def test_what_the_main_thread_lacked_is_lowered_by_the_largest_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [Part("a forward", 1, ("lower train.micro_rows",)), Part("moments", 2, ("lower draft.layers",))]
+    monkeypatch.setattr(shortage, "_parts_on", lambda *_: parts)
+    config = config_of(tmp_path, "draft.layers=5")
+    assert "; lower draft.layers or train.micro_rows (by" in told(config, None)
+    first = "; lower train.micro_rows, train.chunk_blocks, train.anchors or draft.layers (by"
+    assert first in told(config, "drafter")
 
 
 def test_where_torch_names_no_device_it_is_the_workers(tiny_folder: Path) -> None:
