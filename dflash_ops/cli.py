@@ -37,6 +37,7 @@ app.command("put")(cli_data.put)
 app.command("get")(cli_data.get)
 app.command("gpu-status")(cli_gpu.gpu_status)
 app.add_typer(cli_gpu.app, name="gpu")
+app.command()(cli_gpu.doctor)
 app.add_typer(sandbox_cli.app, name="sandbox")
 
 

@@ -1,4 +1,4 @@
-"""The command lines about GPUs: `gpu-status` and `gpu free`. Each reads words, calls one verb, shows its value."""
+"""The command lines `gpu-status`, `gpu free` and `doctor`. Each reads words, calls one verb, shows its value."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ import typer
 
 from dflash_ops import render
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
-from dflash_ops.errors import CancelledError, UsageFault
+from dflash_ops.errors import CancelledError, PreflightError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container
@@ -136,3 +136,26 @@ def _ask(found: "Look", chosen: "list[Holder]") -> None:
     render_gpus.note_holders(chosen)
     if not typer.confirm("End these processes?", err=True):
         raise CancelledError("nothing was ended", where=found.container)
+
+
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="First does what is safe, and says what.")] = False,
+    target: Target = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what would stop a run: drivers, devices, the container's config, room, programs, leftovers.
+
+    Each finding comes with its evidence and the command that mends it. The exit code is 6 when something would stop a
+    run. --fix removes what killed deploys and starts left and makes /dev/nvidia-uvm, nothing else.
+    """
+    from dflash_ops import doctor as verbs
+    from dflash_ops import render_gpus
+    from dflash_ops.shell import Shell
+
+    container = find_container(inventory, target)
+    with Shell() as shell:
+        found = verbs.doctor(shell, container, fix=fix)
+    render.show(found.to_json(), as_json=as_json, people=lambda: render_gpus.show_diagnosis(found))
+    if not found.ok:
+        raise typer.Exit(PreflightError.exit_code)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dflash_ops import render
+from dflash_ops.checks import Diagnosis
 from dflash_ops.gpu_free import Freed, Holder
 from dflash_ops.gpus import Gpu, GpuProcess, GpuStatus
 from dflash_ops.render_runs import figure, short, span
@@ -99,6 +100,21 @@ def _show_holders(holders: Sequence[Holder]) -> None:
         for it in holders
     ]
     render.table(columns, rows, right=("PID", "MEMORY MiB", "AGE"), spare=("USER", "AGE", "COMMAND"))
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    """What is not well, the worst first, with what mends it; then how much is."""
+    for line in found.fixed:
+        render.say(f"fixed: {line}")
+    for level in ("failure", "warning", "note"):
+        for check in found.checks:
+            if check.level == level:
+                render.say(f"{level}: {check.name} ({check.where}): {check.evidence}")
+                if check.fix:
+                    render.say(f"  mend it: {check.fix}")
+    well = [check.name for check in found.checks if check.level == "ok"]
+    verdict = "nothing would stop a run" if found.ok else "a run would not work"
+    render.say(f"{found.container}: {verdict}; well: {', '.join(dict.fromkeys(well)) or 'nothing'}")
 
 
 def _lines(status: GpuStatus) -> Sequence[str]:

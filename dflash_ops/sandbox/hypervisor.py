@@ -124,8 +124,9 @@ def _make_gpu_nodes(root: Path, settings: Settings) -> None:
     if not settings.fake_gpus:
         for path in sorted(Path("/dev").glob("nvidia*")):
             rootfs.bind_at(root, str(path), 0, read_only=False)
-    for index in range(settings.fake_gpus):
-        node = root / f"dev/nvidia{index}"
+    names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
+    for name in [*names, "nvidiactl", "nvidia-uvm"] if names else []:
+        node = root / "dev" / name
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(*rootfs.DEVICES["null"]))
         node.chmod(0o666)
 

@@ -10,7 +10,7 @@ from dflash_ops.command import Local
 from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
 
-VERBS = ("start", "stop", "report", "follow", "gpuview", "free", "receive")
+VERBS = ("start", "stop", "report", "follow", "gpuview", "free", "doctor", "receive")
 
 
 @pytest.mark.parametrize("verb", VERBS)

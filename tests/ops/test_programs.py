@@ -9,7 +9,7 @@ from typing import Any
 
 from test_runs import facts
 
-from dflash_ops import errors, gpu_free, gpus, keeping, runs, stops, xids
+from dflash_ops import checks, errors, gpu_free, gpus, keeping, runs, stops, xids
 from dflash_ops.remote import notify
 from trainer.records import Status
 
@@ -49,6 +49,8 @@ def test_every_field_is_documented() -> None:
         "Xid": fields(xids.Xid),
         "Freed": set(FREED.to_json()),
         "Holder": fields(gpu_free.Holder),
+        "Diagnosis": set(checks.Diagnosis("lab", ()).to_json()),
+        "Check": fields(checks.Check),
         "Removed": fields(keeping.Removed),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
@@ -72,6 +74,7 @@ def test_every_document_is_json_with_its_version() -> None:
         stops.SessionStopped("a", 1.0, (), (), (), False, proof),
         gpus.GpuStatus("lab", (), (), ()),
         FREED,
+        checks.Diagnosis("lab", (checks.Check("disk", "lab", "ok", "x"),)),
     ):
         assert json.loads(json.dumps(value.to_json()))["schema_version"] == 1
 

@@ -1,0 +1,51 @@
+"""doctor: asks a host, its container and its GPUs side by side for what would stop a run; checks.py judges."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dflash_ops import status
+from dflash_ops.answers import answer
+from dflash_ops.checks import Diagnosis, Facts, judge
+from dflash_ops.command import Container, Query
+from dflash_ops.errors import OpsError
+from dflash_ops.remote import bundle
+from dflash_ops.shell import Shell
+
+_SECONDS = 25.0
+T = TypeVar("T")
+
+
+def doctor(shell: Shell, container: Container, *, fix: bool = False) -> Diagnosis:
+    """Examines the container and its host; the host must answer, or its error is raised. fix: first does what is
+    safe."""
+    began = time.time()
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        host = pool.submit(shell.ask, container.host, _query("python3", None, container.vmid, fix), timeout=_SECONDS)
+        inside = pool.submit(_try, lambda: shell.ask(container, _inside(container, fix), timeout=_SECONDS))
+        seen = pool.submit(_try, lambda: status.gpu_status(shell, container.host, [container], container))
+    told = host.result()
+    # The clock was read some time between the question and the answer; the doubt is in the host's favour.
+    skew = max(0.0, told["now"] - time.time()) or min(0.0, told["now"] - began)
+    within, refused = inside.result()
+    gpus, gpus_refused = seen.result()
+    facts = Facts(told, within, gpus, skew, refused, gpus_refused)
+    fixed = [f"{container.host}: {line}" for line in told["fixed"]]
+    fixed += [f"{container}: {line}" for line in (within["fixed"] if within else ())]
+    return Diagnosis(str(container), tuple(judge(container, facts)), tuple(fixed))
+
+
+def _try(verb: Callable[[], T]) -> tuple[T | None, str]:
+    try:
+        return verb(), ""
+    except OpsError as error:
+        return None, error.line()
+
+
+def _query(python: str, path: str | None, vmid: int, fix: bool) -> Query[dict[str, Any]]:
+    return Query(bundle.command(python, "doctor", {"path": path, "vmid": vmid, "fix": fix}), answer)
+
+
+def _inside(container: Container, fix: bool) -> Query[dict[str, Any]]:
+    return _query(container.python, container.path, container.vmid, fix)

@@ -1,0 +1,227 @@
+"""What `doctor` wants to know of a host, or of a container: facts only; what they mean is judged by dflash_ops.doctor.
+
+With `fix` it first does what is safe anywhere: it removes what dead deploys and starts left, and has the driver make
+/dev/nvidia-uvm. Standard library only, Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import platform
+import re
+import shutil
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.remote import answers, owners, probe, processes
+
+_SECONDS = 8.0
+_DAY = 86400.0
+_STAGES = "/var/tmp/dflash-ops-stage-*"
+_PROGRAMS = (
+    "pct",
+    "lxc-attach",
+    "flock",
+    "journalctl",
+    "nvidia-smi",
+    "nvidia-modprobe",
+    "tmux",
+    "tar",
+    "git",
+    "setsid",
+)
+_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")
+
+
+def main(parameters: dict[str, Any]) -> int:
+    path = Path(parameters["path"]) if parameters["path"] else None
+    return answers.answer(path, lambda: examine(path, parameters))
+
+
+def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """path: where the container's runs lie, None on a host (then `vmid` says whose config is read)."""
+    fixed = _fix(path) if parameters["fix"] else []
+    programs = {"smi": ["nvidia-smi", "--version"]}
+    if path is None:
+        programs["pve"] = ["pveversion"]
+        programs["packages"] = ["dpkg-query", "-W", "-f", "${Package} ${Version}\n", "pve-container", "lxc-pve", "lxc"]
+    else:
+        programs["charmap"] = ["locale", "charmap"]
+    facts: dict[str, Any] = {
+        "now": time.time(),
+        "kernel": platform.release(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "programs": {name: shutil.which(name) for name in _PROGRAMS},
+        "asked": probe.ask(programs, _SECONDS),
+        "devices": _devices(),
+        "majors": _majors(),
+        "driver": _text("/proc/driver/nvidia/version") or _text("/sys/module/nvidia/version"),
+        "stale": [_described(file) for file in stale_files(path)],
+        "fixed": fixed,
+    }
+    if path is None:
+        facts["config"] = _text(f"/etc/pve/lxc/{parameters['vmid']}.conf")
+        facts["nouveau"] = re.search(r"^nouveau ", _text("/proc/modules") or "", re.MULTILINE) is not None
+        facts["disk"] = _disk(Path("/var/tmp"))
+        return facts
+    folder = next(it for it in (path, *path.parents) if it.exists())
+    ours = owners.Owners(path)
+    orphans: dict[str, list[int]] = {}
+    for process in processes.table():
+        owner = ours.of(process) if not process.ended else owners.UNKNOWN
+        if owner.kind == "earlier" and owner.run_id:
+            orphans.setdefault(owner.run_id, []).append(process.pid)
+    return {
+        **facts,
+        "libcuda": sorted({match.group(1) for match in map(_libcuda, _libraries()) if match}),
+        "disk": _disk(folder),
+        "shm": _disk(Path("/dev/shm")),
+        "memory": _memory(),
+        "orphans": orphans,
+        "encoding": sys.getfilesystemencoding(),
+    }
+
+
+# -- what was left, and its removal
+
+
+def stale_files(path: Path | None) -> list[str]:
+    """What dead deploys, transfers and starts of ours left, a day old and held by nobody."""
+    if path is None:
+        found = glob.glob(_STAGES)
+    else:
+        found = [*path.glob("incoming/*"), *path.glob("releases/new.tmp-*"), *path.glob("runs/.*.tmp")]
+    stale: list[str] = []
+    for file in map(str, found):
+        try:
+            state = os.lstat(file)
+        except OSError:
+            continue
+        if time.time() - state.st_mtime > _DAY and state.st_uid == os.geteuid() and not _is_locked(file):
+            stale.append(file)
+    return sorted(stale)
+
+
+def _is_locked(file: str) -> bool:
+    """Whether somebody holds it by flock: a deploy that goes on does."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _fix(path: Path | None) -> list[str]:
+    """Does what is safe; says what it did, or why it could not."""
+    done: list[str] = []
+    for file in stale_files(path):
+        try:
+            if os.path.isdir(file) and not os.path.islink(file):
+                shutil.rmtree(file)
+            else:
+                os.unlink(file)
+            done.append(f"removed {file}")
+        except OSError as error:
+            done.append(f"could not remove {file}: {error.strerror}")
+    lacks_uvm = os.path.exists("/dev/nvidia0") and not os.path.exists("/dev/nvidia-uvm")
+    if path is None and lacks_uvm and shutil.which("nvidia-modprobe"):
+        told = probe.ask({"modprobe": ["nvidia-modprobe", "-c0", "-u"]}, _SECONDS)["modprobe"]
+        made = os.path.exists("/dev/nvidia-uvm")
+        words = told["why"] or told["out"].strip() or f"it ended with {told['code']}"
+        done.append("nvidia-modprobe -c0 -u made /dev/nvidia-uvm" if made else f"nvidia-modprobe -c0 -u: {words}")
+    return done
+
+
+# -- facts
+
+
+def _devices() -> dict[str, dict[str, Any]]:
+    """By name, the nodes of the NVIDIA driver: major and minor (None: no device), and why one can't be opened."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(glob.glob("/dev/nvidia*")):
+        name = os.path.basename(file)
+        try:
+            state = os.stat(file)
+        except OSError:
+            continue
+        if stat.S_ISDIR(state.st_mode) or stat.S_ISSOCK(state.st_mode):
+            continue
+        is_device = stat.S_ISCHR(state.st_mode)
+        refused = ""
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            refused = error.strerror or str(error)
+        found[name] = {
+            "major": os.major(state.st_rdev) if is_device else None,
+            "minor": os.minor(state.st_rdev) if is_device else None,
+            "refused": refused,
+        }
+    return found
+
+
+def _majors() -> dict[str, int]:
+    """The numbers that this kernel gave the NVIDIA driver: /proc/devices."""
+    rows = re.findall(r"^ *(\d+) (nvidia\S*)$", _text("/proc/devices") or "", re.MULTILINE)
+    return {name: int(number) for number, name in rows}
+
+
+def _libraries() -> list[str]:
+    return [file for folder in _LIBRARIES for file in glob.glob(f"{folder}/libcuda.so.*")]
+
+
+def _libcuda(file: str) -> re.Match[str] | None:
+    """The driver's version in a library's name; libcuda.so.1 has none."""
+    return re.search(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)$", file)
+
+
+def _disk(folder: Path) -> dict[str, Any] | None:
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return None
+    return {
+        "folder": str(folder),
+        "free": state.f_bavail * state.f_frsize,
+        "size": state.f_blocks * state.f_frsize,
+        "inodes_free": state.f_favail if state.f_files else None,
+        "inodes": state.f_files or None,
+    }
+
+
+def _memory() -> int | None:
+    """Bytes that this container may use: its control group's limit, or what lxcfs shows as the machine's."""
+    limits: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _text("/proc/meminfo") or "", re.MULTILINE)
+    if match:
+        limits.append(int(match.group(1)) * 1024)
+    return min(limits) if limits else None
+
+
+def _described(file: str) -> dict[str, Any]:
+    try:
+        age = time.time() - os.lstat(file).st_mtime
+    except OSError:
+        age = 0.0
+    return {"file": file, "age_s": round(age)}
+
+
+def _text(file: str) -> str | None:
+    try:
+        return Path(file).read_text(errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,217 @@
+"""doctor: each trap is found, with its evidence and what mends it; on made-up facts, and for real in the sandbox."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Box, Cli, write_inventory
+from test_gpus import UUIDS, full_line
+
+from dflash_ops import checks, gpu_join
+from dflash_ops.checks import Check, Facts
+from dflash_ops.command import Command, Container, Host
+from dflash_ops.remote import doctor as remote_doctor
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+LAB = Container(Host("lab", "lab"), 200, gpus=(0,))
+CONF = "memory: 65536\ndev0: /dev/nvidia0,mode=0666\ndev1: /dev/nvidiactl,mode=0666\ndev2: /dev/nvidia-uvm,mode=0666\n"
+DISK = {"folder": "/opt", "free": 100 << 30, "size": 200 << 30, "inodes_free": 10**6, "inodes": 10**7}
+SMI = {"code": 0, "out": "NVIDIA-SMI version  : 580.1.2\nDRIVER version      : 580.1.2\n", "why": ""}
+NODES: dict[str, dict[str, Any]] = {
+    "nvidia0": {"major": 195, "minor": 0, "refused": ""},
+    "nvidiactl": {"major": 195, "minor": 255, "refused": ""},
+    "nvidia-uvm": {"major": 511, "minor": 0, "refused": ""},
+}
+
+
+def found(out: str) -> dict[str, Any]:
+    return {"code": 0, "out": out, "why": ""}
+
+
+def facts() -> dict[str, Any]:
+    """All is well."""
+    programs = dict.fromkeys(("pct", "lxc-attach", "flock", "tmux", "tar"), "/usr/bin/it")
+    both = {"now": 0.0, "kernel": "6.14", "python": "3.11.2", "programs": programs, "devices": NODES, "stale": []}
+    host = {
+        **both,
+        "asked": {"smi": SMI, "packages": found("pve-container 6.1.10\nlxc-pve 6.0.5-1\n")},
+        "majors": {"nvidia": 195, "nvidia-uvm": 511, "nvidia-caps": 239},
+        "driver": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1.2  Release Build\n",
+        "config": CONF,
+        "nouveau": False,
+        "disk": DISK,
+    }
+    inside = {
+        **both,
+        "asked": {"smi": SMI, "charmap": found("UTF-8\n")},
+        "driver": None,
+        "libcuda": ["580.1.2"],
+        "disk": DISK,
+        "shm": {**DISK, "free": 8 << 30},
+        "memory": 64 << 30,
+        "orphans": {},
+        "encoding": "utf-8",
+    }
+    told = {"host": host, "inside": inside, "skew": 0.0, "smi": {}, "order": f"0, {UUIDS[0]}\n"}
+    return json.loads(json.dumps(told))  # nothing is shared between its parts
+
+
+def judged(told: dict[str, Any], container: Container = LAB) -> list[Check]:
+    def answer(out: str, **more: Any) -> dict[str, Any]:
+        return {"code": 0, "out": out, "why": "", **more}
+
+    smi = {"gpus": answer(full_line(**told["smi"])), "apps": answer("")}
+    view = {"pid_namespace": "a", "smi": smi, "minors": {}, "holders": [], "runs": [], "xids": [], "now": 1.0}
+    within = {"pid_namespace": "b", "smi": {"gpus": answer(told["order"])}, "minors": {}, "holders": [], "runs": []}
+    gpus = gpu_join.join("lab", view, {200: within}, 200)
+    return checks.judge(container, Facts(told["host"], told["inside"], gpus, told["skew"], "container 200 is stopped"))
+
+
+def test_all_is_well() -> None:
+    assert {(check.name, check.level) for check in judged(facts()) if check.level != "ok"} == set()
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets one fact: `host.programs.pct`."""
+
+    def change(told: dict[str, Any]) -> None:
+        *folders, last = path.split("/")
+        for name in folders:
+            told = told[name]
+        told[last] = value
+
+    return change
+
+
+def drop(path: str) -> Callable[[dict[str, Any]], None]:
+    def change(told: dict[str, Any]) -> None:
+        *folders, last = path.split("/")
+        for name in folders:
+            told = told[name]
+        del told[last]
+
+    return change
+
+
+BY_HAND = "lxc.cgroup2.devices.allow: c 195:* rwm\nlxc.cgroup2.devices.allow: c {}:* rwm\n"
+TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
+    (put("skew", -120.0), "clock", "warning", "chronyc"),
+    (put("host/asked/packages", found("pve-container 4.1\nlxc-pve 4.0.9-4\n")), "pct", "warning", "upgrade"),
+    (put("host/programs/pct", None), "pct", "failure", "address"),
+    (put("host/programs/lxc-attach", None), "lxc-attach", "note", "lxc-pve"),
+    (put("host/programs/flock", None), "flock", "failure", "util-linux"),
+    (put("host/disk/free", 1 << 20), "staging disk", "failure", "df -h"),
+    (put("host/stale", [{"file": "/var/tmp/x", "age_s": 1e6}]), "stale staging", "note", "--fix"),
+    (put("host/nouveau", True), "nouveau", "failure", "blacklist nouveau"),
+    (drop("host/devices/nvidia-uvm"), "nvidia-uvm", "failure", "nvidia-modprobe -c0 -u"),
+    (put("inside/libcuda", []), "user libraries", "ok", ""),  # nvidia-smi has the version too
+    (put("inside/libcuda", ["570.9.9"]), "user libraries", "failure", "580.1.2.run --no-kernel-module"),
+    (drop("inside/devices/nvidia-uvm"), "nvidia-uvm", "failure", "--dev3 /dev/nvidia-uvm"),
+    (put("inside/devices/nvidia-uvm/major", 508), "stale node", "failure", "pct reboot 200"),
+    (put("inside/devices/nvidia0/major", 511), "stale node", "failure", "pct reboot 200"),
+    (put("inside/devices/nvidia0/refused", "Operation not permitted"), "node", "failure", "mode=0666"),
+    (put("host/config", BY_HAND.format(508)), "container config", "failure", "c 511:* rwm"),
+    (put("host/config", BY_HAND.format(511)), "container config", "note", "dev0"),
+    (put("host/config", BY_HAND.format(511).replace("cgroup2", "cgroup")), "container config", "warning", "cgroup2"),
+    (drop("inside/devices/nvidia0"), "GPU count", "failure", "`gpus` in the inventory"),
+    (put("order", ""), "GPU order", "failure", "nvidia-smi -L"),
+    (put("smi", {"index": "1"}), "GPU order", "failure", "gpus = [1]"),
+    (put("inside/shm/free", 1 << 20), "/dev/shm", "failure", "remount"),
+    (put("inside/shm/free", 512 << 20), "/dev/shm", "warning", "remount"),
+    (put("inside/memory", 1 << 30), "memory limit", "failure", "pct set 200 --memory"),
+    (put("inside/memory", 4 << 30), "memory limit", "warning", "pct set 200 --memory"),
+    (put("inside/disk/free", 1 << 20), "disk", "failure", "prune"),
+    (put("inside/disk/free", 5 << 30), "disk", "warning", "prune"),
+    (put("inside/disk/inodes_free", 5), "disk inodes", "failure", "df -i"),
+    (put("inside/python", "3.8.10"), "python", "failure", "3.9"),
+    (put("inside/programs/tmux", None), "tmux", "failure", "apt-get install tmux"),
+    (put("inside/programs/tar", None), "tar", "warning", "apt-get install tar"),
+    (put("inside/orphans", {"a-20261129-120000-abcd": [7]}), "orphaned run", "warning", "train stop a-20261129"),
+    (put("inside", None), "container", "failure", "pct start 200"),
+    (put("smi", {"persistence_mode": "Disabled"}), "persistence", "warning", "nvidia-persistenced"),
+    (put("smi", {"power.limit": "300", "power.default_limit": "700"}), "power cap", "warning", "-pl 700"),
+    (put("smi", {"pcie.link.width.current": "4", "pcie.link.width.max": "16"}), "PCIe width", "warning", "lspci"),
+    (put("smi", {"gpu_recovery_action": "Reset"}), "health", "failure", "gpu-status"),
+]
+
+
+@pytest.mark.parametrize(("trap", "name", "level", "fix"), TRAPS, ids=lambda it: it if isinstance(it, str) else "")
+def test_each_trap_is_found_and_nothing_else(
+    trap: Callable[[dict[str, Any]], None], name: str, level: str, fix: str
+) -> None:
+    told = facts()
+    trap(told)
+    wrong = [check for check in judged(told) if check.level != "ok"]
+    assert [(check.name, check.level) for check in wrong] == ([(name, level)] if level != "ok" else [])
+    assert all(fix in (check.fix or "") and check.evidence for check in wrong)
+
+
+def test_no_driver_and_an_encoding_without_utf8() -> None:
+    told = facts()
+    told["host"]["driver"], told["host"]["asked"]["smi"] = None, {"code": 9, "out": "", "why": ""}
+    told["inside"]["encoding"], told["inside"]["asked"]["charmap"] = "ascii", found("ANSI_X3.4-1968\n")
+    wrong = {check.name: check.level for check in judged(told) if check.level != "ok"}
+    assert wrong == {"driver": "failure", "locale": "warning"}
+
+
+def test_without_gpus_nothing_is_asked_of_them() -> None:
+    told = facts()
+    told["host"].update(config="memory: 1\n", driver=None, nouveau=True, devices={})
+    told["inside"].update(devices={}, libcuda=[], asked={"smi": found(""), "charmap": found("UTF-8")})
+    assert [check.name for check in judged(told, Container(LAB.host, 200)) if check.level != "ok"] == []
+
+
+# -- for real
+
+
+def test_what_a_killed_deploy_left_is_found_and_removed(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
+    box = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox)
+    cli, path = Cli(box.inventory), box.container.path
+    make = f"mkdir -p {path}/incoming {path}/runs; touch {path}/incoming/new; touch -d '3 days ago' {path}/incoming/old"
+    shell.run(box.container, Command(("sh", "-c", make)), check=True)
+    stage = "mkdir /var/tmp/dflash-ops-stage-old && touch -d '3 days ago' /var/tmp/dflash-ops-stage-old"
+    shell.run(box.host, Command(("sh", "-c", stage)), check=True)
+    done = cli("doctor", "--json")
+    document = json.loads(done.stdout)
+    by_name = {(check["name"], check["where"]): check for check in document["checks"]}
+    assert document["ok"] == (done.returncode == 0)
+    assert [check for check in document["checks"] if check["level"] == "failure"] == []
+    left = by_name["stale staging", str(box.container)]
+    assert left["level"] == "note" and f"{path}/incoming/old" in left["evidence"]
+    assert "dflash-ops-stage-old" in by_name["stale staging", "box"]["evidence"]
+    assert by_name["GPU order", str(box.container)]["level"] == "ok"
+
+    fixed = cli("doctor", "--fix")
+    text = fixed.stdout.decode()
+    assert fixed.returncode == 0
+    assert f"removed {path}/incoming/old" in text and "removed /var/tmp/dflash-ops-stage-old" in text
+    assert "nothing would stop a run" in text and "stale staging (" not in text
+    kept = shell.run(box.container, Command(("ls", f"{path}/incoming"))).out
+    assert kept == b"new\n"
+
+
+def test_a_stopped_container_is_a_failure(sandbox: SandboxState, tmp_path: Path) -> None:
+    done = Cli(write_inventory(tmp_path, sandbox.name, vmid=202))("doctor")
+    assert done.returncode == 6
+    assert "pct start 202" in done.stdout.decode() and "a run would not work" in done.stdout.decode()
+
+
+def test_what_somebody_holds_is_not_stale(tmp_path: Path) -> None:
+    (tmp_path / "incoming").mkdir()
+    held, link = tmp_path / "incoming" / "held", tmp_path / "incoming" / "link"
+    held.touch()
+    link.symlink_to("/nowhere")
+    old = time.time() - 3 * 86400
+    os.utime(held, (old, old))
+    os.utime(link, (old, old), follow_symlinks=False)
+    with held.open() as file:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert remote_doctor.stale_files(tmp_path) == [str(link)]
+    assert remote_doctor.stale_files(tmp_path) == [str(held), str(link)]
