@@ -45,7 +45,8 @@ def shortage_in(error: BaseException, config: TrainConfig) -> TrainingError | No
     layout, rows, message = parse(config.layout), micro_rows(config), str(error)
     worker: str | None = getattr(error, "worker", None)
     own = _own_devices(worker, layout)
-    place = _named(message) or (own[-1] if own else None)
+    candidates = own[-1:] or layout.names
+    place = _named(message) or (candidates[0] if len(candidates) == 1 else None)
     parts = _parts_on(place, config)
     less = said(remedies(parts, config, _first(worker, own, place, parts, layout)))
     biggest = ""

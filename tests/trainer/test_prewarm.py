@@ -78,4 +78,4 @@ def test_too_little_memory_is_one_line(
 
     monkeypatch.setattr(prewarm, "warm_up", short)
     assert main(["warm", str(tiny_folder / "config.toml")]) == 1
-    assert "drafter ran out of memory on cpu with 2 rows of 96 tokens" in capsys.readouterr().err
+    assert "the main thread ran out of memory on cpu with forwards of 2 rows of 96 tokens" in capsys.readouterr().err
