@@ -191,7 +191,7 @@ def _train(
     journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
     say(
         f"training {sum(p.numel() for p in model.parameters()):,} weights on {listed(layout.drafters)}, target "
-        f"{config.target.path} on {', '.join(map(plus, layout.targets))}: {len(data):,} conversations, about "
+        f"{config.target.path} on {listed(map(plus, layout.targets))}: {len(data):,} conversations, about "
         f"{feed.rows.about_rows:,} rows an epoch, {settings.rows_per_step} rows of {config.data.row_tokens} tokens and "
         f"{settings.anchors} blocks a row a step"
     )
@@ -238,7 +238,7 @@ def _train(
         finish_loading([*devices, *(device for place in places for device in place)])
         if progress.step < settings.steps or unmeasured:
             shape = batch_shape(config, feed.micro_rows, target.dtype)
-            warm_up(learners, shape, say=say, check=still_wanted)
+            warm_up(learners, shape, say=say, check=still_wanted, allow=watchdog.allow)
         with (
             nothing_compiles(devices),
             replicas,
