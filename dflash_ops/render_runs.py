@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from dflash_ops import long_table, render
-from dflash_ops.runs import Run, RunState, Started
+from dflash_ops.runs import Run, RunProcess, RunState, Started
 from dflash_ops.stops import HandProcess, Listing, SessionStopped, Stopped
 
 # What a terminal may get of a log: text, line ends, tabs and colours.
@@ -108,10 +108,12 @@ def show_started(started: Started) -> None:
 def show_stopped(stopped: Stopped) -> None:
     for process in stopped.killed:
         render.say(f"killed {process.pid} ({short(process.command)}): it had not ended in the grace")
+    _show_spared(stopped.spared, "it lives in a tmux server that the run began")
     lost = ", its supervisor had been lost" if stopped.was_lost else ""
     if stopped.gpu.checked:
         lost += ", GPU memory is back"
-    render.say(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s{lost})")
+    nothing = "nothing else of it" if stopped.spared else "nothing of it"
+    render.say(f"{stopped.run.verdict()}, {nothing} is left ({stopped.seconds:.1f} s{lost})")
     if stopped.run.checkpoints:
         render.say(f"  newest checkpoint {stopped.run.checkpoints[-1]}; go on: --resume {stopped.run.id}")
 
@@ -121,9 +123,17 @@ def note_stopped(stopped: Stopped) -> None:
     render.note(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s)")
 
 
+def _show_spared(spared: Sequence[RunProcess], why: str) -> None:
+    for process in spared:
+        render.say(f"left alone {process.pid} ({short(process.command)}): {why}")
+
+
 def show_session_stopped(stopped: SessionStopped) -> None:
     for process in stopped.killed:
         render.say(f"killed {process.pid} ({short(process.command)}): it had not ended in the grace")
+    _show_spared(stopped.spared, "a tmux server and its sessions, and runs, are others'")
+    if stopped.also_in:
+        render.say(f"left alone the panes that session {', '.join(stopped.also_in)} shows too")
     render.say(f"session {stopped.session} ended with {len(stopped.ended)} processes ({stopped.seconds:.1f} s)")
     if stopped.gpu.checked:
         render.say("  its GPU memory is back")

@@ -43,6 +43,8 @@ class Stopped:
     survivors: tuple[RunProcess, ...]
     was_lost: bool
     gpu: GpuProof
+    spared: tuple[RunProcess, ...] = ()
+    """What lives in a tmux server that the run began: people may have sessions there."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -53,6 +55,7 @@ class Stopped:
             "survivors": [asdict(process) for process in self.survivors],
             "was_lost": self.was_lost,
             "gpu": asdict(self.gpu),
+            "spared": [asdict(process) for process in self.spared],
         }
 
 
@@ -105,6 +108,10 @@ class SessionStopped:
     survivors: tuple[RunProcess, ...]
     session_left: bool
     gpu: GpuProof
+    spared: tuple[RunProcess, ...] = ()
+    """What of it was left alone: tmux servers with their sessions, and what is of a run."""
+    also_in: tuple[str, ...] = ()
+    """Sessions that show panes of it too: these panes go on there."""
 
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
@@ -141,8 +148,18 @@ def stopped(result: Result) -> Stopped:
         survivors=read_processes(reply["survivors"]),
         was_lost=reply["was_lost"],
         gpu=proof_of(reply["gpu"]),
+        spared=read_processes(reply["spared"]),
     )
     prove(f"run {done.run.id}", done.survivors, done.gpu, str(result.place))
+    holders = [it for it in reply["spared"] if it["holds"]]
+    if holders:
+        names = "; ".join(f"{it['pid']} ({it['command'][:60]}) holds {it['holds']}" for it in holders)
+        raise OpsError(
+            f"run {done.run.id} has ended, but for what it began in a tmux server",
+            where=str(result.place),
+            why=f"{names}; people may have sessions there, so no stop ends it",
+            next=f"in the container: kill {' '.join(str(it['pid']) for it in holders)}",
+        )
     return done
 
 
@@ -157,6 +174,8 @@ def session_stopped(result: Result) -> SessionStopped:
         survivors=read_processes(reply["survivors"]),
         session_left=reply["session_left"],
         gpu=proof_of(reply["gpu"]),
+        spared=read_processes(reply["spared"]),
+        also_in=tuple(reply["also_in"]),
     )
     prove(f"session {done.session}", done.survivors, done.gpu, str(result.place))
     if done.session_left:

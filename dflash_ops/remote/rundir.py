@@ -261,9 +261,14 @@ def live_runs(path: Path) -> list[dict[str, Any]]:
 
 def members(run: dict[str, Any]) -> list[processes.Process]:
     """The living processes of the run of these facts, its supervisor left out."""
+    return members_and_spared(run)[0]
+
+
+def members_and_spared(run: dict[str, Any]) -> tuple[list[processes.Process], list[processes.Process]]:
+    """As `members`; and what lives in a tmux server that the run began, which no end of the run ends."""
     state: dict[str, Any] = run["state"] if run["state"].get("boot_id") == processes.boot_id() else {}
 
     def group() -> set[int]:
         return cgroups.pids(state.get("cgroup"), run["run_id"])
 
-    return processes.of_run(run["run_id"], state.get("supervisor"), state.get("child"), group)
+    return processes.of_run_and_spared(run["run_id"], state.get("supervisor"), state.get("child"), group)

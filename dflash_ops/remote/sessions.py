@@ -65,7 +65,7 @@ def listing(path: Path) -> dict[str, Any]:
 
 def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
     """Ends the session of exactly this name, and its processes: SIGTERM, grace, the session, SIGKILL, a new scan, and
-    the GPU memory back."""
+    the GPU memory back. Panes that another session shows too (a group, a linked window) go on there."""
     began = time.monotonic()
     every = _sessions()
     session = next((session for session in every if session["name"] == name), None)
@@ -74,7 +74,12 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
         raise answers.Fault("not_found", f"there is no session {name!r}", f"tmux has: {names}", _SHOW)
     ours = _spared(path)
     # Remembered, since without its session a process is known by its environment alone.
-    panes = dict(session)
+    shared = {pane for other in every if other["id"] != session["id"] for pane in other["panes"]}
+    panes: dict[str, Any] = {
+        **session,
+        "panes": {pane: pid for pane, pid in session["panes"].items() if pane not in shared},
+    }
+    also = sorted(other["name"] for other in every if other is not session and other["panes"].keys() & session["panes"])
     known: dict[int, processes.Process] = {}
 
     def left() -> list[processes.Process]:
@@ -86,11 +91,11 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
             if processes.alive(process.identity()):
                 below |= processes.descendants(process, everything) | {process.pid}
         found = [process for process in everything if process.pid in below and not process.ended]
-        found = [process for process in found if _may_end(process, ours)]
+        found = _may_be_ended(found, ours)
         proof.note(found)
         return found
 
-    first = _members(panes, ours)
+    first, spared = _members(panes, ours), _not_ended(panes, ours)
     ended = [processes.describe(process) for process in first]
     proof = gpuproof.Proof(first, None, [])
     for process in left():
@@ -101,7 +106,7 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
         grace,
         on_wait=lambda left: answers.beat(f"session {name}: its processes end; killed in", left),
     )
-    _tmux("kill-session", "-t", f"={name}")
+    _tmux("kill-session", "-t", panes["id"])  # by id: tmux would take a name such as $1 for one
     processes.wait_until(lambda: not left(), 1.0)
     killed = [processes.describe(process) for process in left() if not _is_idle_shell(process)]
     processes.kill_all(left, kill, on_wait=lambda left: answers.beat(f"session {name}: killing what is left", left))
@@ -109,7 +114,7 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
     back = bool(survivors) or processes.wait_until(
         proof.back, _MEMORY_SECONDS, every=0.2, on_wait=lambda left: answers.beat("waiting for the GPU's memory", left)
     )
-    still = any(session["name"] == name and session["id"] == panes["id"] for session in _sessions())
+    still = any(session["id"] == panes["id"] and session["server"] == panes["server"] for session in _sessions())
     return {
         "session": name,
         "seconds": round(time.monotonic() - began, 3),
@@ -117,6 +122,8 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
         "killed": killed,
         "survivors": survivors,
         "session_left": still,
+        "spared": [processes.describe(process) for process in spared],
+        "also_in": also,
         "gpu": {**proof.result(), "back": back and not survivors},
     }
 
@@ -164,7 +171,18 @@ def _tmux(*words: str) -> subprocess.CompletedProcess[bytes] | None:
 
 
 def _members(session: dict[str, Any], ours: set[int]) -> list[processes.Process]:
-    """The session's living processes, those that ran away from it included."""
+    """The session's living processes that its end may end, those that ran away from it included."""
+    return _may_be_ended(_all_of(session), ours)
+
+
+def _not_ended(session: dict[str, Any], ours: set[int]) -> list[processes.Process]:
+    """The session's living processes that its end leaves alone: tmux servers, and what is of a run."""
+    every = _all_of(session)
+    ends = {process.pid for process in _may_be_ended(every, ours)}
+    return [process for process in every if process.pid not in ends]
+
+
+def _all_of(session: dict[str, Any]) -> list[processes.Process]:
     everything = processes.table()
     pids: set[int] = set()
     for pid in session["panes"].values():
@@ -178,15 +196,14 @@ def _members(session: dict[str, Any], ours: set[int]) -> list[processes.Process]
         pane = os.fsdecode(environment.get(b"TMUX_PANE", b""))
         if pane in session["panes"] and environment.get(b"TMUX", b"").startswith(mark):
             pids.add(process.pid)
-    found = [process for process in everything if process.pid in pids and not process.ended]
-    return [process for process in found if _may_end(process, ours)]
+    return [process for process in everything if process.pid in pids and not process.ended]
 
 
-def _may_end(process: processes.Process, ours: set[int]) -> bool:
-    """Not a tmux server, which would take other sessions along; nothing of a run; not us nor who started us."""
-    if process.pid in ours or process.pid in _ancestors():
-        return False
-    return not _comm(process.pid).startswith("tmux: server")
+def _may_be_ended(found: list[processes.Process], ours: set[int]) -> list[processes.Process]:
+    """Not a tmux server and its sessions, which are others; nothing of a run; not us nor who started us."""
+    servers = [process.pid for process in found if processes.is_tmux_server(process.pid)]
+    spared = ours | _ancestors() | processes.lives_in_tmux(servers, processes.table() if servers else [])
+    return [process for process in found if process.pid not in spared]
 
 
 def _of_runs(path: Path) -> set[int]:
@@ -202,13 +219,26 @@ def _of_runs(path: Path) -> set[int]:
             found |= {supervisor.pid} if supervisor else set()
             if run["exit"] is None or cgroups.pids(run["state"].get("cgroup"), folder.name):
                 found |= {process.pid for process in rundir.members(run)}
-    return found | {it.pid for it in processes.table() if processes.environment(it.pid).get(processes.RUN_ID) in ids}
+    return found | {pid for pid, run_id in _marked().items() if run_id in ids}
+
+
+def _marked() -> dict[int, bytes]:
+    """The processes that were started with a run's id, with it. Where a run began a tmux server every shell in it has
+    inherited that run's id, and is somebody's own all the same."""
+    everything = processes.table()
+    marked = {it.pid: processes.environment(it.pid).get(processes.RUN_ID) for it in everything}
+    marked = {pid: run_id for pid, run_id in marked.items() if run_id is not None}
+    servers = {pid: run_id for pid, run_id in marked.items() if processes.is_tmux_server(pid)}
+    for server, inherited in servers.items():
+        for pid in processes.lives_in_tmux([server], everything):
+            if marked.get(pid) == inherited:
+                del marked[pid]
+    return marked
 
 
 def _spared(path: Path) -> set[int]:
     """What the end of a session never touches: processes of any run, of whatever folder."""
-    marked = {it.pid for it in processes.table() if processes.RUN_ID in processes.environment(it.pid)}
-    return _of_runs(path) | marked
+    return _of_runs(path) | _marked().keys()
 
 
 def _ancestors() -> set[int]:
@@ -223,16 +253,9 @@ def _ancestors() -> set[int]:
 
 def _is_idle_shell(process: processes.Process) -> bool:
     """A prompt that nobody has typed at: it ignores SIGTERM and goes with its session."""
-    if _comm(process.pid) not in _SHELLS:
+    if processes.comm(process.pid) not in _SHELLS:
         return False
     return not any(other.parent == process.pid and not other.ended for other in processes.table())
-
-
-def _comm(pid: int) -> str:
-    try:
-        return (processes.PROC / str(pid) / "comm").read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _described(

@@ -291,7 +291,11 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
                 continue
             if rundir.name_of(run_id) == name or processes.device_minors(processes.open_files(process.pid)):
                 found.append(process)
-        return found
+        # Of a tmux server that a run began: people may have sessions there.
+        servers = [process.pid for process in everything if processes.is_tmux_server(process.pid)]
+        own = [pid for pid in servers if processes.RUN_ID in processes.environment(pid) or pid in grouped]
+        homes = processes.lives_in_tmux(own, everything)
+        return [process for process in found if process.pid not in homes]
 
     freed = stale()
     described = [processes.describe(process) for process in freed]

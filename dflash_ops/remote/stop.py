@@ -1,7 +1,8 @@
 """Ends one run: SIGTERM, grace, then every process of it, and the proof that none is left.
 
-Nothing else is ever signalled: not the tmux server, not another run, nothing by name or by cgroup (every lxc-attach
-shares one). Standard library only, Python >= 3.9.
+Nothing else is ever signalled: no tmux server, not even one that the run itself began, nor what lives in it; no other
+run; nothing by name, and no cgroup but the run's own (every lxc-attach shares one). Standard library only,
+Python >= 3.9.
 """
 
 from __future__ import annotations
@@ -70,13 +71,17 @@ def stop_folder(folder: Path, limits: Limits, *, again: bool = False) -> dict[st
         proof.note(found)
         return found
 
+    def spared() -> list[processes.Process]:
+        return rundir.members_and_spared(rundir.facts(folder, boot))[1]
+
     def gone() -> bool:
         return not processes.alive(run["state"].get("supervisor")) and not left()
 
     killed: list[dict[str, Any]] = []
     if not processes.wait_until(gone, limits.grace, on_wait=_say("it saves and ends; killed in", run)):
         killed = [processes.describe(process) for process in left()]
-        cgroups.kill(run["state"].get("cgroup"), folder.name)
+        if not spared():  # they are in the group too
+            cgroups.kill(run["state"].get("cgroup"), folder.name)
         processes.kill_all(left, limits.kill_seconds, on_wait=_say("killing what is left", run))
         # One that will not die still holds the GPU: the supervisor stays, with its lock, and records the end.
         if supervisor and not left():
@@ -98,8 +103,18 @@ def stop_folder(folder: Path, limits: Limits, *, again: bool = False) -> dict[st
         "killed": killed,
         "survivors": survivors,
         "gpu": {**proof.result(), "back": back and not survivors},
+        "spared": [{**processes.describe(it), "holds": _holds(it, folder)} for it in spared()],
         "facts": rundir.facts(folder, boot),
     }
+
+
+def _holds(process: processes.Process, folder: Path) -> str:
+    """What of the run a process still has open that the stop leaves alone: a GPU, or a file of the run's folder."""
+    links = processes.open_files(process.pid)
+    minors = processes.device_minors(links)
+    if minors:
+        return "GPU " + ", ".join(map(str, minors))
+    return next((link for link in links if link.startswith(f"{folder}/")), "")
 
 
 def _say(doing: str, run: dict[str, Any]) -> Callable[[float], None]:

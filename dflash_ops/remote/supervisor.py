@@ -354,7 +354,8 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
     """Ends what the trainer left running, for a run is over when all of it is; returns what would not go.
 
     As subreaper we are the parent of every orphan: no child of ours left means nothing of the run left. Messengers are
-    left alone: with one of them about, two scans in a row must find nothing else.
+    left alone, and a tmux server that the run began with all that lives in it: with one of them about, two scans in a
+    row must find nothing else.
     """
     began = time.monotonic()
     asked, scans = False, 0
@@ -367,13 +368,15 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
         everything = processes.table()
         below = processes.descendants(_myself(), everything)
         left = [process for process in everything if process.pid in below and not process.ended]
-        left = [process for process in left if not processes.is_messenger(process.pid)]
+        servers = [process.pid for process in left if processes.is_tmux_server(process.pid)]
+        homes = processes.lives_in_tmux(servers, everything)
+        left = [it for it in left if it.pid not in homes and not processes.is_messenger(it.pid)]
         scans = 0 if left else scans + 1
         waited = time.monotonic() - began
         if waited > _LEFTOVER_LIMIT:
             return [processes.describe(process) for process in left]
         if waited > _LEFTOVER_GRACE or not asked:
-            if asked:
+            if asked and not homes:
                 cgroups.kill(group, run_id)
             for process in left:
                 processes.send(process, signal.SIGKILL if asked else signal.SIGTERM)

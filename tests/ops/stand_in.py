@@ -63,6 +63,8 @@ if "runaway" in does:
     spawn("runaway.pid", detach=True)
 if "setsid" in does:
     subprocess.Popen(["setsid", "sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if "tmux" in does:
+    subprocess.run(["tmux", "-L", "default", "new-session", "-d", "-s", "theirs", does["tmux"]], check=True)
 if "stranger" in does:  # no descent, no session, no process group, no environment of the run
     if not os.fork():
         os.setsid()
