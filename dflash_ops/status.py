@@ -27,6 +27,10 @@ def gpu_status(
     """The GPUs of a host and who holds them. A container that can't be asked becomes a problem in the answer; the host
     must answer, or its error is raised. own: the container that a process's owner is told for."""
     here = [container for container in containers if container.host == host]
+    if own is not None and own.host == host:
+        here.insert(0, own)
+    # Two names of the same container and folder would only say the same twice.
+    here = list({(container.vmid, container.path): container for container in reversed(here)}.values())[::-1]
     with ThreadPoolExecutor(max_workers=len(here) + 1) as pool:
         view = pool.submit(shell.ask, host, gpus.host_query(), timeout=_SECONDS)
         # Every one of them: two may be the same container with its runs in two folders.

@@ -36,11 +36,7 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
         programs["apps"] = _query("compute-apps", apps)
     if path is None:
         programs["kernel"] = ["journalctl", "-k", "-q", "-o", "json", f"--grep={_XID}", "-n", str(_XIDS)]
-    told = probe.ask(programs, seconds)
-    kernel = told.pop("kernel", None)
-    told["gpus"]["fields"] = fields
-    if _lacks_a_field(told["gpus"]):
-        told["gpus"] = _without_unknown(fields, told["gpus"], seconds)
+    asked = probe.Asked(programs, seconds)  # they answer while we look around
     holders = probe.holders()
     runs: list[dict[str, Any]] = []
     if path is not None:
@@ -51,6 +47,11 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
             owner = ours.of(process) if process is not None else owners.UNKNOWN
             holder["owner"] = owner.kind
             holder["run_id"] = owner.run_id or holder["run_id"]
+    told = asked.answers()
+    kernel = told.pop("kernel", None)
+    told["gpus"]["fields"] = fields
+    if _lacks_a_field(told["gpus"]):
+        told["gpus"] = _without_unknown(fields, told["gpus"], seconds)
     return {
         "boot_id": processes.boot_id(),
         "now": time.time(),

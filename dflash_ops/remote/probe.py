@@ -36,32 +36,43 @@ def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str
 def ask(programs: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
     """By name: exit code (None: not there, or no answer in time), stdout, and why there is none. All are asked at once
     and get `seconds` together, for a sick driver hangs."""
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    told: dict[str, dict[str, Any]] = {}
-    for name, words in programs.items():
-        try:
-            started[name] = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environb, _PROBE: b"1"},
-            )
-        except OSError as error:
-            told[name] = {"code": None, "out": "", "why": f"{words[0]}: {error.strerror}"}
-    deadline = time.monotonic() + seconds
-    for name, asked in started.items():
-        try:
-            out, _ = asked.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            told[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
-        except subprocess.TimeoutExpired:
-            asked.kill()
-            if asked.stdout is not None:
-                asked.stdout.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                asked.wait(0.5)  # in state D it won't die
-            told[name] = {"code": None, "out": "", "why": f"{programs[name][0]} gave no answer in {seconds:.0f} s"}
-    return told
+    return Asked(programs, seconds).answers()
+
+
+class Asked:
+    """Programs that have been started; one may do something else before reading their answers."""
+
+    def __init__(self, programs: dict[str, list[str]], seconds: float) -> None:
+        self._programs, self._seconds = programs, seconds
+        self._deadline = time.monotonic() + seconds
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: dict[str, dict[str, Any]] = {}
+        for name, words in programs.items():
+            try:
+                self._started[name] = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environb, _PROBE: b"1"},
+                )
+            except OSError as error:
+                self._told[name] = {"code": None, "out": "", "why": f"{words[0]}: {error.strerror}"}
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        for name, asked in self._started.items():
+            try:
+                out, _ = asked.communicate(timeout=max(0.1, self._deadline - time.monotonic()))
+                self._told[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
+            except subprocess.TimeoutExpired:
+                asked.kill()
+                if asked.stdout is not None:
+                    asked.stdout.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    asked.wait(0.5)  # in state D it won't die
+                why = f"{self._programs[name][0]} gave no answer in {self._seconds:.0f} s"
+                self._told[name] = {"code": None, "out": "", "why": why}
+        return self._told
 
 
 def holders() -> list[dict[str, Any]]:
