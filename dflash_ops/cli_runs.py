@@ -7,7 +7,7 @@ import codecs
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -18,6 +18,7 @@ from dflash_ops.errors import UsageFault
 if TYPE_CHECKING:
     from dflash_ops.runs import Run
 
+T = TypeVar("T")
 _LONGEST_LINE = 1 << 20
 
 
@@ -158,7 +159,7 @@ def follow_log(read: "Callable[[Callable[[bytes], None], Callable[[str], None]],
     return found
 
 
-def leave_by_ctrl_c(read: "Callable[[], Run]") -> "Run":
+def leave_by_ctrl_c(read: Callable[[], T]) -> T:
     """Ctrl-C ends the reading, not the run."""
     try:
         return read()

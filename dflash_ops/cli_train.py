@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_keep, cli_runs, render
+from dflash_ops import cli_keep, cli_runs, cli_watch, render
 from dflash_ops.cli_runs import follow_log, not_empty
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import ConfigError, UsageFault
@@ -216,6 +216,9 @@ app.command()(cli_runs.wait)
 app.command()(cli_keep.attach)
 app.command()(cli_keep.fetch)
 app.command()(cli_keep.rm)
+app.command()(cli_watch.watch)
+app.command()(cli_watch.plot)
+app.command()(cli_watch.board)
 
 
 def _one_document(as_json: bool, follow: bool) -> None:

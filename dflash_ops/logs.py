@@ -45,8 +45,7 @@ def logs(
     is found, `tail` of them.
     """
     taker = _Taker(str(container), on_out, on_break, framed=grep is not None)
-    broken_at: float | None = None
-    pause = _FIRST_PAUSE
+    patience = Patience(on_break)
     while True:
         had = taker.offset
         command = runs.follow_command(
@@ -71,13 +70,27 @@ def logs(
             shell.close()  # the next command connects anew
         if taker.run_id is None:
             raise error  # it never worked
-        if broken_at is None or taker.offset != had:
-            broken_at, pause = time.monotonic(), _FIRST_PAUSE
-        if time.monotonic() - broken_at > _RECONNECT_SECONDS:
+        patience.spend(error, progress=taker.offset != had)
+
+
+class Patience:
+    """The waiting between two tries to read on: longer each time, until something has come or it is given up."""
+
+    def __init__(self, on_break: OnWords) -> None:
+        self._on_break = on_break
+        self._broken_at: float | None = None
+        self._pause = _FIRST_PAUSE
+
+    def spend(self, error: OpsError, *, progress: bool) -> None:
+        """Tells of the error and waits; raises it when nothing has come for 10 minutes. progress: whether anything has
+        since the last call."""
+        if self._broken_at is None or progress:
+            self._broken_at, self._pause = time.monotonic(), _FIRST_PAUSE
+        if time.monotonic() - self._broken_at > _RECONNECT_SECONDS:
             raise error
-        on_break(error.line())
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        self._on_break(error.line())
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def parse_since(text: str, now: datetime | None = None) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from test_runs import facts
 
-from dflash_ops import checks, errors, gpu_free, gpus, keeping, runs, stops, xids
+from dflash_ops import checks, errors, gpu_free, gpus, keeping, runs, stops, watching, xids
 from dflash_ops.remote import notify
 from trainer.records import Status
 
@@ -51,6 +51,8 @@ def test_every_field_is_documented() -> None:
         "Holder": fields(gpu_free.Holder),
         "Diagnosis": set(checks.Diagnosis("lab", ()).to_json()),
         "Check": fields(checks.Check),
+        "View": set(watching.View(run).to_json()),
+        "GpuLoad": fields(watching.GpuLoad),
         "Removed": fields(keeping.Removed),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
