@@ -126,6 +126,7 @@ def _tell_left_out(left_out: "Sequence[LeftOut]") -> None:
 def releases(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
     """List the container's releases, the oldest first."""
     from dflash_ops import deploy as verbs
+    from dflash_ops.remote.releases import IS_FOLDER
     from dflash_ops.shell import Shell
 
     container = find_container(inventory, target)
@@ -134,7 +135,8 @@ def releases(target: Target = None, inventory: InventoryFile = None, as_json: Js
 
     def people() -> None:
         if listed.damaged:
-            render.say(f"`current` is damaged: {listed.damaged}; dflash-ops rollback or deploy replaces it")
+            mend = "move it away" if listed.damaged == IS_FOLDER else "dflash-ops rollback or deploy replaces it"
+            render.say(f"`current` is damaged: {listed.damaged}; {mend}")
         if not listed.releases:
             render.say(f"no releases in {container}; dflash-ops deploy makes one")
             return

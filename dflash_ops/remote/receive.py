@@ -60,7 +60,7 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     files, folders = manifest["files"], manifest["folders"]
     with (
         _lock(path, "deploy", parameters),
-        _cleared(path),
+        _cleared(path, parameters["activate"]),
         build.building(path, files, folders, ids, talk.check) as release,
         _room(path, lacking=release.lacking(), copied=release.copied()) as part,
     ):
@@ -119,6 +119,7 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
     _make_folders(path)
     with _lock(path, "deploy", parameters):
+        _refuse_folder(path)
         names, now = releases.names(path), releases.current(path)
         if release is None:
             older = [name for name in names if now is None or name < now]
@@ -147,7 +148,7 @@ def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         reasons = _used_releases(path)
         if now is not None:
             reasons[now] = "current"
-        for name in names[len(names) - parameters["keep"] :] if parameters["keep"] else ():
+        for name in names[max(0, len(names) - parameters["keep"]) :]:
             reasons.setdefault(name, "among the newest")
         whole = next((name for name in reversed(names) if _is_whole(path, name)), None)
         if whole is not None:
@@ -271,9 +272,18 @@ def _lock(path: Path, name: str, parameters: dict[str, Any]) -> Generator[None, 
 
 
 @contextlib.contextmanager
-def _cleared(path: Path) -> Generator[None, None, None]:
+def _cleared(path: Path, activate: bool) -> Generator[None, None, None]:
+    if activate:
+        _refuse_folder(path)
     releases.remove_leftovers(path)
     yield
+
+
+def _refuse_folder(path: Path) -> None:
+    """Nothing takes the place of a folder `current`: what is in it is not ours."""
+    if releases.current_or_why(path)[1] == releases.IS_FOLDER:
+        advice = f"in the container: mv {path}/current {path}/current.old, and run it again"
+        raise Fault("preflight", "`current` can't be replaced", releases.IS_FOLDER, advice, str(path / "current"))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ mode in its manifest has no write bits (those of earlier versions had them). Sta
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -20,8 +21,14 @@ from typing import IO, Any
 from dflash_ops.remote.answers import Fault
 
 MANIFEST = ".dflash-manifest.json"
+# Why there is no current release, when nothing of ours may take its place.
+IS_FOLDER = "it is a folder"
 
-_RELEASE_ID = re.compile(r"\d{8}-\d{6}-(?:[0-9a-f]{7}|nogit)-[0-9a-f]{8}")
+_RELEASE_ID = re.compile(r"\d{8}-\d{6}-(?:[0-9a-f]{7}|nogit)-[0-9a-f]{8}", re.ASCII)
+# What killed ones leave, by folder; nothing else is removed there, for it is not ours.
+_LEFT_IN_RELEASES = re.compile(rf"new\.tmp-[0-9a-f]{{8}}|(?:{_RELEASE_ID.pattern})\.tmp-prune", re.ASCII)
+_LEFT_IN_INCOMING = re.compile(r"deploy-[0-9a-f]{8}(?:\.part)?", re.ASCII)
+_LEFT_BESIDE = re.compile(r"\.current-[0-9a-f]{8}", re.ASCII)
 _CHUNK = 1 << 20
 
 
@@ -34,8 +41,15 @@ def is_inside(name: str) -> bool:
 
 
 def is_release_id(name: str) -> bool:
-    """Whether a release can be called that: `YYYYMMDD-HHMMSS-<commit7 or nogit>-<8 hex>`."""
-    return _RELEASE_ID.fullmatch(name) is not None
+    """Whether a release can be called that: `YYYYMMDD-HHMMSS-<commit7 or nogit>-<8 hex>`, of a date that there is and
+    that others can follow."""
+    if _RELEASE_ID.fullmatch(name) is None:
+        return False
+    parts = [int(name[:4]), *(int(name[at : at + 2]) for at in (4, 6, 9, 11, 13))]
+    try:
+        return datetime.datetime(*parts).year < datetime.MAXYEAR  # pyright: ignore[reportArgumentType]
+    except ValueError:
+        return False
 
 
 def canonical(files: list[dict[str, Any]], folders: list[str]) -> bytes:
@@ -70,19 +84,21 @@ def current_or_why(path: Path) -> tuple[str | None, str]:
     except FileNotFoundError:
         return None, ""
     except OSError:
-        return None, "it is no link"
+        return None, IS_FOLDER if stat.S_ISDIR(_mode(link)) else "it is no link"
     name = os.path.basename(text)
     if not is_release_id(name) or text not in (f"releases/{name}", str(path / "releases" / name)):
         return None, f"it leads to {text!r}, which is no release"
-    if not (path / "releases" / name).is_dir():
-        return None, f"it leads to {name}, which is missing"
+    if not stat.S_ISDIR(_mode(path / "releases" / name)):
+        return None, f"it leads to {name}, which is " + ("no folder" if _mode(path / "releases" / name) else "missing")
     return name, ""
 
 
 def names(path: Path) -> list[str]:
-    """The ids of all releases, the oldest first."""
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(entry.name for entry in (path / "releases").iterdir() if is_release_id(entry.name))
+    """The ids of all releases, the oldest first. A link or a file of such a name is none: it is somebody else's."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(path / "releases") as entries:
+        return sorted(
+            entry.name for entry in entries if is_release_id(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
     return []
 
 
@@ -203,31 +219,28 @@ def activate(path: Path, release: str) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Removes what killed deploys left behind; whoever holds the lock knows that nobody is at work on it."""
-    for old in (path / "incoming").glob("deploy-*"):
-        if old.is_dir():
-            remove(old)
-        else:
-            old.unlink()
-    for old in (path / "releases").glob("*.tmp-*"):
-        remove(old)
-    for old in path.glob(".current-*"):
-        old.unlink()
+    for folder, ours in ((path / "incoming", _LEFT_IN_INCOMING), (path / "releases", _LEFT_IN_RELEASES)):
+        with os.scandir(folder) as entries:
+            found = [entry.path for entry in entries if ours.fullmatch(entry.name)]
+        for old in found:
+            remove(Path(old))
+    with os.scandir(path) as entries:
+        links = [entry.path for entry in entries if _LEFT_BESIDE.fullmatch(entry.name) and entry.is_symlink()]
+    for link in links:
+        os.unlink(link)
 
 
-def remove(folder: Path) -> int:
+def remove(place: Path) -> int:
     """Removes a folder and all below it, though it be read-only; gives the bytes that this freed (what other releases
-    share stays)."""
-    freed = 0
-    os.chmod(folder, 0o700)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                freed += remove(Path(entry.path))
-                continue
-            state = entry.stat(follow_symlinks=False)
-            freed += state.st_size if state.st_nlink == 1 and stat.S_ISREG(state.st_mode) else 0
-            os.unlink(entry.path)
-    os.rmdir(folder)
+    share stays). What is no folder is removed itself: a link is never followed."""
+    state = os.lstat(place)
+    if not stat.S_ISDIR(state.st_mode):
+        os.unlink(place)
+        return state.st_size if state.st_nlink == 1 and stat.S_ISREG(state.st_mode) else 0
+    os.chmod(place, 0o700)
+    with os.scandir(place) as entries:
+        freed = sum(remove(Path(entry.path)) for entry in entries)
+    os.rmdir(place)
     return freed
 
 

@@ -456,12 +456,13 @@ def test_a_path_that_can_be_no_folder(shell: Shell, tmp_path: Path, below: str) 
     assert str(tmp_path) in answer["where"] and "correct `path`" in answer["next"]
 
 
-def test_a_current_that_is_no_link_is_told(receiver: Receiver, made) -> None:
+def test_a_folder_current_is_told_before_anything_is_sent(receiver: Receiver, made) -> None:
     (receiver.path / "current").mkdir(parents=True)
     code, answer = receiver.deploy(*made(1))
-    assert (code, answer and answer["what"]) == (1, "`current` can't be replaced")
-    assert receiver.leftovers() == []
-    assert receiver.ask("releases")[1]["current_damaged"] == "it is no link"
+    assert (code, answer and answer["what"]) == (6, "`current` can't be replaced")
+    assert receiver.sent == [] and receiver.leftovers() == []
+    assert receiver.ask("releases")[1]["current_damaged"] == "it is a folder"
+    assert receiver.deploy(*made(2), activate=False)[0] == 0
 
 
 @pytest.mark.parametrize(
