@@ -6,8 +6,8 @@ Each round starts, in container 200, its neighbour 201 and on the host, processe
 API (libcuda alone, no torch): a living run, a stranger, a neighbour's, a host service; then what earlier runs leave:
 a child alone after its parent's SIGKILL (1536 MiB), a double fork, a trainer with three forked workers, one with a
 zombie. It compares gpu-status with what nvidia-smi says, row by row, and every process with whose it is; has `gpu free`
-end the earlier runs; and compares the memory with what it was before them. Without a GPU the sandbox's fake ones serve, which
-proves this script only. --out keeps what nvidia-smi and gpu-status said.
+end the earlier runs; and compares the memory with what it was before them. Without a GPU the sandbox's fake ones serve,
+which proves this script only. --out keeps what nvidia-smi and gpu-status said.
 """
 
 import argparse

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 Weight = Literal["program", "warning", "sick"]
 
-_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\)[^:]*: (\d+)(?:, pid='?([^',]*))?")
+_LINE = re.compile(
+    r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\)(?: GPU-I:\d+)?: (\d+)(?:, pid='?([^',]*))?"
+)
 
 _RESTART = "restart the run; look at its code when it comes again"
 _RESET = "stop what uses the GPU, then reset it (nvidia-smi -r -i N) or restart the host"

@@ -41,12 +41,12 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
     runs: list[dict[str, Any]] = []
     if path is not None:
         ours = owners.Owners(path)
-        runs = ours.runs
         for holder in holders:
             process = processes.find(holder)
             owner = ours.of(process) if process is not None else owners.UNKNOWN
             holder["owner"] = owner.kind
             holder["run_id"] = owner.run_id or holder["run_id"]
+        runs = ours.runs({holder["run_id"] for holder in holders if holder["run_id"]})
     told = asked.answers()
     kernel = told.pop("kernel", None)
     told["gpus"]["fields"] = fields

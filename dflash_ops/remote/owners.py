@@ -35,16 +35,22 @@ class Owners:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.boot_id = processes.boot_id()
-        self.runs: list[dict[str, Any]] = [rundir.facts(folder, self.boot_id) for folder in rundir.folders(path)]
-        self._live = {run["run_id"]: run for run in self.runs if rundir.lives(run)}
-        self._over = {run["run_id"]: run for run in self.runs if not rundir.lives(run)}
+        self._live: dict[str, dict[str, Any]] = {}
+        self._over: dict[str, Path] = {}
+        for folder in rundir.folders(path):
+            # One that has ended is over, whatever else its folder says: of a thousand runs few are looked at closely.
+            run = None if (folder / "exit.json").exists() else rundir.facts(folder, self.boot_id)
+            if run is not None and rundir.lives(run):
+                self._live[folder.name] = run
+            else:
+                self._over[folder.name] = folder
         table = processes.table()  # before the groups are asked: see processes.of_run
         self._members: dict[tuple[int, int], str] = {}
         for run_id, run in self._live.items():
             supervisor = processes.find(run["state"].get("supervisor")) if run["supervisor_alive"] else None
             for process in [*rundir.members(run), *([supervisor] if supervisor else [])]:
                 self._members[process.pid, process.start] = run_id
-        grouped = {pid: run_id for run_id, run in self._over.items() for pid in self._group(run)}
+        grouped = {pid: run_id for run_id in self._over for pid in self.group_of(run_id)}
         self._grouped = {(it.pid, it.start): grouped[it.pid] for it in table if it.pid in grouped}
 
     def of(self, process: processes.Process) -> Owner:
@@ -64,11 +70,14 @@ class Owners:
 
     def group_of(self, run_id: str) -> set[int]:
         """The pids in the control group of an earlier run, now."""
-        return self._group(self._over[run_id]) if run_id in self._over else set()
+        state = rundir.read_json(self._over[run_id] / "state.json") if run_id in self._over else None
+        return cgroups.pids(state.get("cgroup"), run_id) if state and state.get("boot_id") == self.boot_id else set()
 
-    def _group(self, run: dict[str, Any]) -> set[int]:
-        state = run["state"]
-        return cgroups.pids(state.get("cgroup"), run["run_id"]) if state.get("boot_id") == self.boot_id else set()
+    def runs(self, named: set[str]) -> list[dict[str, Any]]:
+        """The facts of the living runs, of those that are named, and of the newest one."""
+        newest = list(self._over)[-1:]
+        over = [run_id for run_id in self._over if run_id in named or run_id in newest]
+        return [*self._live.values(), *(rundir.facts(self._over[run_id], self.boot_id) for run_id in over)]
 
 
 def ancestors() -> set[int]:

@@ -131,10 +131,14 @@ def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict
 def _mapped_minors(pid: int) -> list[int]:
     """The N of every /dev/nvidiaN that is mapped: a mapping keeps the device open when its descriptor is closed."""
     try:
-        text = Path(f"/proc/{pid}/maps").read_bytes()
+        return mapped_minors(Path(f"/proc/{pid}/maps").read_bytes())
     except OSError:
         return []
-    return sorted({int(number) for number in _MAPPED.findall(text)}) if b"/dev/nvidia" in text else []
+
+
+def mapped_minors(maps: bytes) -> list[int]:
+    """The same, of the text of /proc/PID/maps."""
+    return sorted({int(number) for number in _MAPPED.findall(maps)}) if b"/dev/nvidia" in maps else []
 
 
 def _user(pid: int) -> str | None:

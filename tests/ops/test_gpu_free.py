@@ -4,6 +4,7 @@ away, or have an old driver."""
 import json
 import os
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ import gpu_scenes
 import pytest
 from conftest import Box, Cli, write_inventory
 
-from dflash_ops import gpu_free, gpu_join, gpus, status
+from dflash_ops import gpu_free, gpu_join, gpus, render_gpus, status
 from dflash_ops.command import Command, Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
 from dflash_ops.remote import free as remote_free
-from dflash_ops.remote import gpuview
+from dflash_ops.remote import gpuproof, gpuview, owners, processes
 from dflash_ops.sandbox import layout
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
@@ -89,8 +90,10 @@ def build(shell: Shell, place: Container, *kinds: str) -> list[dict[str, Any]]:
     return made[place]
 
 
-def alive(shell: Shell, place: Container, pid: int) -> bool:
-    return shell.run(place, Command(("sh", "-c", f"test -d /proc/{pid}/fd && ls /proc/{pid}/fd | grep -q ."))).code == 0
+def alive(shell: Shell, place: Container, *made: dict[str, Any]) -> list[bool]:
+    words = 'for pid; do grep -q "^State:.[^ZX]" /proc/$pid/status && echo yes || echo no; done 2>/dev/null'
+    asked = Command(("sh", "-c", words, "sh", *(str(it["pid"]) for it in made)))
+    return [word == b"yes" for word in shell.run(place, asked).out.split()]
 
 
 def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
@@ -103,10 +106,9 @@ def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
 
     dry = json.loads(cli("gpu", "free", "--dry-run", "--json").stdout)
     assert [it["pid"] for it in dry["freed"]] == [stale["pid"]] and dry["dry_run"] and not dry["gpu"]["checked"]
-    assert alive(shell, place, stale["pid"])
     refused = cli("gpu", "free", "--unknown")
     assert refused.returncode == 2 and str(stranger["pid"]) in refused.stderr.decode()
-    assert alive(shell, place, stale["pid"]) and alive(shell, place, stranger["pid"])
+    assert alive(shell, place, stale, stranger) == [True, True]
 
     freed = json.loads(cli("gpu", "free", "--json").stdout)
     assert [it["pid"] for it in freed["freed"]] == [stale["pid"]]
@@ -115,13 +117,11 @@ def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
     assert [(it["pid"], it["owner"], it["used_mib"]) for it in freed["left"]] == [(stranger["pid"], "unknown", 500.0)]
     listed = shell.run(place, Command(("sh", "-c", "ls -d /dev/shm/* /tmp/s0*"))).out.decode()
     assert all(file in listed for file in others) and not any(f"{file}\n" in listed for file in files)
-    assert not alive(shell, place, stale["pid"]) and alive(shell, place, stranger["pid"])
+    assert alive(shell, place, stale, stranger) == [False, True]
 
-    shown = cli("gpu", "free").stdout.decode()
-    assert "nothing to free" in shown and str(stranger["pid"]) in shown
     done = cli("gpu", "free", "--pid", str(stranger["pid"]), "--yes")
     assert done.returncode == 0 and f"ended {stranger['pid']}" in done.stdout.decode()
-    assert not alive(shell, place, stranger["pid"])
+    assert alive(shell, place, stranger) == [False]
 
 
 def test_what_has_changed_since_the_look_is_spared(place: Container, shell: Shell) -> None:
@@ -129,10 +129,21 @@ def test_what_has_changed_since_the_look_is_spared(place: Container, shell: Shel
     found = gpu_free.look(shell, place)
     (chosen,) = gpu_free.choose(found, [stranger["pid"]], False)
     gpu_free.free(shell, place, found, [replace(chosen, start=chosen.start - 1)], grace=0.0)  # another had that pid
-    assert alive(shell, place, stranger["pid"])
+    assert alive(shell, place, stranger) == [True]
     with pytest.raises(BusyError, match="the host was restarted"):
         gpu_free.free(shell, place, replace(found, boot_id="earlier"), [chosen], grace=0.0)
-    assert alive(shell, place, stranger["pid"])
+    assert alive(shell, place, stranger) == [True]
+
+
+def test_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = replace(look(holder(5)), others_mib={0: 900.0, 1: 12.0})
+    render_gpus.show_freed(gpu_free.nothing_done(found, [], dry_run=False))
+    out = capsys.readouterr().out
+    assert "nothing to free" in out and "unknown" in out
+    assert "GPU 0: 900 MiB of nobody that can be seen here: another tenant or the driver" in out and "GPU 1:" not in out
+    render_gpus.note_holders([holder(5), holder(6, "earlier", used_mib=None)])
+    asked = capsys.readouterr().err
+    assert "5: 100 MiB, 1 s old, of no run, user root: python" in asked and f"of {RUN}, which is over" in asked
 
 
 def test_one_that_would_not_die_is_told_and_never_called_killed(box: Box) -> None:
@@ -146,6 +157,34 @@ def test_one_that_would_not_die_is_told_and_never_called_killed(box: Box) -> Non
 
     with pytest.raises(OpsError, match=r"would not die: 5 \(python x\), state D in nv_wait.*restart of the host"):
         gpu_free.free(Stub(), box.container, look(), [holder(5)], grace=0.0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("heir", "back"), [(7, False), (8, True)])
+def test_memory_of_a_dead_parent_is_not_back_while_it_is_charged(
+    heir: int, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead parent's charge counts as that of its heir: when all that hold the card are to be ended. With a stranger
+    among them it may be the stranger's."""
+    child = subprocess.Popen(["sleep", "100"])
+    process = processes.read(child.pid)
+    assert process
+    card = gpuproof.Card(0, "GPU-1", "0000:01:00.0", 1551.0, 24576.0)
+    holders = [
+        {"pid": process.pid, "start": process.start if heir == 7 else 8, "state": "S", "wchan": None, "command": ""}
+    ]
+    monkeypatch.setattr(gpuproof, "look", lambda: gpuproof.Picture((card,), (("GPU-1", 2**22 - 1, 1542.0),)))
+    monkeypatch.setattr(gpuproof, "holders_of", lambda _: holders)
+    try:
+        proof = gpuproof.Proof([process], None, [0])
+        assert proof.back() == back
+        assert bool(proof.result()["held"]) != back
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_who_started_us_is_never_ended() -> None:
+    assert {os.getpid(), os.getppid(), 1} <= owners.ancestors()
 
 
 def test_a_link_with_a_runs_id_is_removed_and_not_what_it_points_to(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops import gpu_join, gpus, render_gpus
+from dflash_ops import gpu_join, gpus, render_gpus, xids
+from dflash_ops.remote import probe
 
 SAMPLES = sorted((Path(__file__).parents[1] / "samples" / "gpus.join").glob("*.json"))
 UUIDS = ("GPU-00000000-0000-0000-0000-000000000000", "GPU-11111111-1111-1111-1111-111111111111")
@@ -81,6 +82,43 @@ def test_apps_survive_the_way_there_and_back(rows: list[tuple[str, int, int | No
     csv = "".join(f"{uuid}, {pid}, {'[N/A]' if mib is None else mib}, {name}\n" for uuid, pid, mib, name in rows)
     read = [(app.gpu_uuid, app.pid, app.used_mib, app.name) for app in gpus.parse_apps(csv)]
     assert read == [(uuid, pid, mib, name.strip()) for uuid, pid, mib, name in rows]
+
+
+def test_what_is_mapped_is_held() -> None:
+    maps = (
+        b"7f1 rw-s 00000000 00:05 487 /dev/nvidiactl\n7f2 rw-s 00000000 00:05 488 /dev/nvidia-uvm\n"
+        b"7f3 rw-s 00000000 00:05 489                        /dev/nvidia1\n7f4 r--p 0 08:01 7 /tmp/dev/nvidia3\n"
+        b"7f5 rw-s 00000000 00:05 489                        /dev/nvidia12\n"
+    )
+    assert probe.mapped_minors(maps) == [1, 12]
+
+
+# -- the kernel's log
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "pid", "known"),
+    [
+        ("NVRM: Xid (PCI:0000:01:00): 94, pid=1234, name=python, Contained: ...", 94, 1234, True),
+        (
+            "[  12.3] NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus",
+            79,
+            None,
+            True,
+        ),
+        ("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 13, pid='77', name=python, Graphics Exception", 13, 77, True),
+        ("NVRM: Xid (PCI:0000:01:00) GPU-I:05: 48, pid=7", 48, 7, True),
+        ("NVRM: Xid (PCI:0000:C1:00): 777, something new", 777, None, False),
+        ("NVRM: GPU at PCI:0000:01:00: GPU-1", None, None, False),
+    ],
+)
+def test_xids(message: str, code: int | None, pid: int | None, known: bool) -> None:
+    found = xids.read([{"time": 1e9, "message": message}], {"00000000:01:00.0": UUIDS[0]}, None)
+    assert [(it.code, it.pid) for it in found] == ([(code, pid)] if code else [])
+    for it in found:
+        assert it.gpu_uuid == (UUIDS[0] if known else None)
+        assert it.meaning and it.action and it.time == "2001-09-09T01:46:40Z"
+    assert xids.read([{"time": 1e9, "message": message}], {}, 1e9 + 1) == []
 
 
 # -- joining
