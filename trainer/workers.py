@@ -126,7 +126,11 @@ class Meter:
 
     def _between(self, before: Mapping[str, Reading], after: Mapping[str, Reading]) -> dict[str, Busy]:
         pairs = {name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after}
-        return {name: device.split_like(thread) for name, (device, thread) in pairs.items()}
+        # A device that had nothing to do says nothing of it: then the thread tells what it waited for.
+        return {
+            name: device.split_like(thread) if device.total else Busy(0.0, thread.waiting_in, thread.waiting_out)
+            for name, (device, thread) in pairs.items()
+        }
 
     def _advise(self, now: Mapping[str, Reading]) -> str | None:
         """Of the last minute or more; until that is over what was said before."""

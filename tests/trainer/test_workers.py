@@ -51,6 +51,8 @@ def test_seconds_are_those_since_the_record_before() -> None:
         "drafter": WorkerSeconds(working=2, waiting=2),
     }
     assert meter.load().workers["target"] == WorkerSeconds(working=0, waiting=0)
+    target.add(Busy(), Busy(0, 4, 1))  # it got nothing to do
+    assert meter.load().workers["target"] == WorkerSeconds(working=0, waiting=5)
 
 
 def test_what_is_no_training_is_nobody_s_work_or_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
