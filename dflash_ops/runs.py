@@ -287,8 +287,11 @@ def env_names(text: str, file: str) -> list[str]:
 # -- questions
 
 
-def start_command(container: Container, request: StartRequest, run_id: str) -> Command:
-    """The one command of a start: GPU locks on the host, the start script in the container."""
+def start_command(
+    container: Container, request: StartRequest, run_id: str, *, check_instead_of: str | None = None
+) -> Command:
+    """The one command of a start: GPU locks on the host, the start script in the container. check_instead_of: a run
+    that goes on and whose place this one shall take: then nothing is started, locked or changed, but all is checked."""
     declared = tuple(range(len(container.gpus))) or None
     gpus = declared if request.gpus is None else request.gpus
     parameters = {
@@ -312,6 +315,8 @@ def start_command(container: Container, request: StartRequest, run_id: str) -> C
         "stall_minutes": request.stall_minutes,
         "notify": request.notify,
         "share_gpus": request.share_gpus,
+        "check_only": check_instead_of is not None,
+        "instead_of": check_instead_of,
         # As environment.wanted, which is above this file.
         "environment": {
             "pins": asdict(container.pins),
@@ -319,6 +324,8 @@ def start_command(container: Container, request: StartRequest, run_id: str) -> C
             "gpus": bool(container.gpus),
         },
     }
+    if check_instead_of is not None:
+        return bundle.command(container.python, "start", parameters)
     return bundle.command(
         container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus or ())
     )
@@ -376,6 +383,11 @@ def follow_command(
 
 
 # -- answers
+
+
+def checked(result: Result) -> tuple[str, ...]:
+    """What a start that only checked could not check; OpsError for what is in its way."""
+    return tuple(answer(result)["notes"])
 
 
 def started(result: Result) -> Started:

@@ -16,6 +16,8 @@ from dflash_ops.errors import (
     BusyError,
     LinkLostError,
     NotFoundError,
+    OpsError,
+    PreflightError,
     StillRunningError,
     TimedOutError,
     UnreachableError,
@@ -71,13 +73,18 @@ def _behind_the_lock(shell: Shell, container: Container, request: StartRequest, 
         raise BusyError(
             "a GPU was taken a moment ago", where=str(container), why=result.last_words, next="start it again"
         )
+    raise _taken(container, holders)
+
+
+def _taken(container: Container, holders: list[gpus.LockHolder]) -> BusyError:
+    """Who holds one of the GPUs' locks."""
     first = next((holder for holder in holders if holder.run_id), holders[0])
     place = f" in container {first.vmid}" if first.vmid else ""
     who = f"run {first.run_id}{place}" if first.run_id else f"process {first.pid} of the host{place}"
     stop_it = f"dflash-ops train stop {first.run_id}"
     if first.vmid not in (None, container.vmid):
         stop_it += f" -t NAME, which the inventory gives container {first.vmid}"
-    raise BusyError(
+    return BusyError(
         f"GPU {first.index} of {container.host} is taken",
         where=str(container),
         why=f"{who} holds it",
@@ -138,13 +145,48 @@ def restart(
     on_stopped: Callable[[Stopped], None] = lambda stopped: None,
 ) -> Started:
     """Stops a run, if it goes on, and starts it again from its newest checkpoint: the same config, settings, secrets
-    and GPUs, in the current release. changes: what of the request shall be otherwise."""
+    and GPUs, in the current release. changes: what of the request shall be otherwise. What would be in the way of the
+    start is found before anything is stopped; where it still fails, its error says that the run is stopped."""
     found = status(shell, container, run) if run is not None else newest(shell, container)
+    request = StartRequest(found.name, None, "", gpus=found.gpus if found.gpus_known else None, like=found.id)
+    request = changes(request)
+    stopped = False
     if found.state.live or status(shell, container, found.id).processes:
+        _check_start(shell, container, request, found, on_wait)
         with contextlib.suppress(NotFoundError):  # it has ended meanwhile
             on_stopped(stop(shell, container, found.id, grace=grace, on_wait=on_wait))
-    request = StartRequest(found.name, None, "", gpus=found.gpus if found.gpus_known else None, like=found.id)
-    return start(shell, container, changes(request), on_wait=on_wait)
+            stopped = True
+    try:
+        return start(shell, container, request, on_wait=on_wait)
+    except OpsError as error:
+        if stopped:
+            advice = f"run {found.id} is stopped; go on: dflash-ops train restart {found.id}"
+            error.next = f"{error.next}; {advice}" if error.next else advice
+            error.args = (error.line(),)
+        raise
+
+
+def _check_start(
+    shell: Shell, container: Container, request: StartRequest, instead_of: Run, on_wait: OnWait | None
+) -> None:
+    """OpsError when this start could not take the place of a run that goes on."""
+    known = len(container.gpus)
+    wanted = range(known) if request.gpus is None else request.gpus
+    if known and any(gpu >= known for gpu in wanted):
+        raise PreflightError(
+            f"run {instead_of.id} had GPU {max(wanted)}",
+            where=str(container),
+            why=f"the inventory gives the container {known} now, numbered from 0",
+            next="--gpus with others",
+        )
+    if known and wanted:
+        locked = {container.gpus[gpu] for gpu in wanted}
+        holders = [it for it in gpus.lock_holders(shell.ask(container.host, gpus.host_query())) if it.index in locked]
+        holders = [it for it in holders if it.run_id != instead_of.id]
+        if holders:
+            raise _taken(container, holders)
+    command = runs.start_command(container, request, runs.new_run_id(request.name), check_instead_of=instead_of.id)
+    runs.checked(_hear(shell, container, command, on_wait))
 
 
 def list_runs(shell: Shell, container: Container) -> list[Run]:

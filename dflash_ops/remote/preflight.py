@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,24 @@ _TAKEN_SHARE = 0.1
 _FREE_SECONDS = 3.0
 
 
-def check(path: Path, parameters: dict[str, Any], resumed: Path | None) -> list[str]:
-    """Fault when something is missing; else what could not be checked, one line each."""
+def check(
+    path: Path, parameters: dict[str, Any], resumed: Path | None, leaving: Collection[int] = frozenset()
+) -> list[str]:
+    """Fault when something is missing; else what could not be checked, one line each. leaving: pids that will have
+    ended by the start."""
     notes: list[str] = []
     gpus: list[int] | None = parameters["gpus"]
     _shared_memory(len(gpus or []))
     _room(path, parameters, resumed)
     if gpus != [] and not parameters.get("share_gpus"):
-        notes += _gpus(path, gpus)
+        notes += _gpus(path, gpus, leaving)
     urls: list[str] = parameters.get("notify") or []
     if not all(map(notify.is_webhook, urls)):
         _apprise(parameters["python"])
     return notes
 
 
-def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
+def _gpus(path: Path, wanted: list[int] | None, leaving: Collection[int]) -> list[str]:
     """wanted: as nvidia-smi numbers them here; None: all that there are, of which nothing is asked but that no
     process of the container uses them that is in no run."""
     picture = gpuproof.look()
@@ -59,7 +63,7 @@ def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
     found: list[tuple[Fault, bool]] = []
 
     def settled() -> bool:
-        found[:] = _taken(path, wanted, gpuproof.look())
+        found[:] = _taken(path, wanted, gpuproof.look(), leaving)
         return not found or found[0][1]
 
     # What has just been ended may still be on the driver's books.
@@ -69,10 +73,12 @@ def _gpus(path: Path, wanted: list[int] | None) -> list[str]:
     return []
 
 
-def _taken(path: Path, wanted: list[int] | None, picture: gpuproof.Picture) -> list[tuple[Fault, bool]]:
+def _taken(
+    path: Path, wanted: list[int] | None, picture: gpuproof.Picture, leaving: Collection[int] = frozenset()
+) -> list[tuple[Fault, bool]]:
     """Who uses the wanted cards, other than runs that live: for those there are locks. With it, whether that is a
     process that lives, so that waiting is in vain."""
-    ours = _pids_of_live_runs(path)
+    ours = _pids_of_live_runs(path) | set(leaving)
     for card in picture.cards:
         if wanted is not None and card.index not in wanted:
             continue

@@ -2,7 +2,8 @@
 
 One script, one lock: nothing of that name lives, the config is one that the release's trainer takes, what earlier runs
 of ours left on the GPUs is freed; then the run folder appears whole, the supervisor starts in a session of its own, and
-a tmux session shows the log. Asked again for a run id that exists, it answers with that run. Standard library only,
+a tmux session shows the log. Asked again for a run id that exists, it answers with that run. With `check_only` it makes
+all its checks and changes nothing: so a restart asks before it stops the run `instead_of`. Standard library only,
 Python >= 3.9.
 """
 
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +68,17 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
             environment.refuse_mismatch(path, release, python, parameters["environment"])
         try:
             _prepare(draft, folder, release, python, resumed, parameters)
+            if parameters.get("check_only"):
+                return {"notes": preflight.check(path, parameters, resumed, _will_be_freed(path, parameters))}
             freed = _free_stale(path, parameters["name"])
             notes = preflight.check(path, parameters, resumed)
             os.rename(draft, folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
+        finally:
+            if parameters.get("check_only"):
+                shutil.rmtree(draft, ignore_errors=True)
         rundir.sync_folder(folder.parent)
         _spawn_supervisor(folder, parameters["python"])
         window = _open_window(folder, parameters)
@@ -126,6 +133,8 @@ def _refuse_if_busy(path: Path, parameters: dict[str, Any]) -> None:
     wanted = set(parameters["gpus"] or [])
     for run in rundir.live_runs(path):
         run_id = run["run_id"]
+        if run_id == parameters.get("instead_of"):
+            continue
         if rundir.name_of(run_id) == parameters["name"]:
             raise answers.Fault(
                 "busy", f"run {run_id} goes on", "", f"dflash-ops train stop {run_id}, or another --name"
@@ -271,8 +280,8 @@ def _resumed(path: Path, run: str | None) -> Path | None:
     return folder
 
 
-def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
-    """Ends what dead runs of this folder left: whatever holds a GPU, and the rest of an earlier run of this name."""
+def _stale(path: Path, name: str) -> tuple[dict[str, Any], Callable[[], list[processes.Process]]]:
+    """The dead runs with their control groups; and what looks for what they left."""
     boot = processes.boot_id()
     every = [rundir.facts(folder, boot) for folder in rundir.folders(path)]
     dead = {run["run_id"]: run["state"].get("cgroup") for run in every if not rundir.lives(run)}
@@ -297,6 +306,19 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
         homes = processes.lives_in_tmux(own, everything)
         return [process for process in found if process.pid not in homes]
 
+    return dead, stale
+
+
+def _will_be_freed(path: Path, parameters: dict[str, Any]) -> set[int]:
+    """Pids of the run that will be stopped, and of what the start will end."""
+    _, stale = _stale(path, parameters["name"])
+    run = rundir.facts(path / "runs" / parameters["instead_of"], processes.boot_id())
+    return {process.pid for process in [*stale(), *rundir.members(run)]}
+
+
+def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
+    """Ends what dead runs of this folder left: whatever holds a GPU, and the rest of an earlier run of this name."""
+    dead, stale = _stale(path, name)
     freed = stale()
     described = [processes.describe(process) for process in freed]
     for process in freed:

@@ -25,7 +25,7 @@ words = sys.argv[1:]
 does = dict(line.split(" = ", 1) for line in Path(words[1]).read_text().split("\n") if " = " in line)
 if words[0] == "check":
     time.sleep(float(does.get("check_seconds", 0)))
-    if "steeps" in does:
+    if "steeps" in does or "steeps=1" in words:
         sys.exit(sys.stderr.write(f"{words[1]}: steeps: not known; did you mean steps?\n") and 3)
     sys.exit(0)
 run_dir = Path(words[2])

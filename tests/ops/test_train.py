@@ -353,6 +353,33 @@ def test_restart_goes_on_with_all_that_the_run_had(place: Container, cli: Cli, t
     assert (last.resumes, last.gpus, last.gpus_known) == (second["id"], (), True)
 
 
+def test_a_restart_checks_all_before_it_stops(
+    place: Container, cli: Cli, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = begin(shell, place, "r", gpus=(0,)), begin(shell, place, "other", gpus=(1,))
+    for words, code, says in (
+        (("--release", "20200101-000000-nogit-00000000"), 8, "there is no release"),
+        (("--gpus", "1"), 7, f"run {other.id}"),
+        (("--gpus", "7"), 2, "does not have"),
+        (("--set", "steeps=1"), 3, "steeps: not known"),
+    ):
+        done = cli("train", "restart", "r", *words)
+        assert (done.returncode, says in done.stderr.decode()) == (code, True), done.stderr
+        assert train.status(shell, place, run.id).state is RunState.RUNNING, words
+    assert b".tmp" not in inside(shell, place, "ls", "-A", f"{place.path}/runs")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OpsError("the supervisor did not start", next="x")
+
+    with monkeypatch.context() as patch, pytest.raises(OpsError, match=f"stopped; go on.*restart {run.id}") as caught:
+        patch.setattr(train, "start", fails)
+        train.restart(shell, place, "r")
+    assert str(caught.value) == caught.value.line()
+    assert train.status(shell, place, run.id).state is RunState.STOPPED
+    again = train.restart(shell, place, run.id).run
+    assert again.state is RunState.RUNNING and again.gpus == (0,)
+
+
 def test_start_and_wait_end_with_the_runs_own_code(place: Container, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("steps = 2\ncode = 42")
     waited = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--json")
