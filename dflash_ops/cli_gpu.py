@@ -8,7 +8,7 @@ import typer
 
 from dflash_ops import render
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
-from dflash_ops.errors import CancelledError, PreflightError, UsageFault
+from dflash_ops.errors import CancelledError, OpsError, PreflightError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container
@@ -33,10 +33,18 @@ def gpu_status(
     from dflash_ops.shell import Shell
 
     book = load_inventory(inventory)
-    containers = [book.container(name) for name in book.tables.containers]
     # Every host may be asked without a default container; then no process is "this container's".
-    named = target or book.tables.default or len(containers) == 1
+    named = target or book.tables.default or len(book.tables.containers) == 1
     own = book.container(target) if named or not everywhere else None
+    containers: list[Container] = []
+    away: list[OpsError] = []
+    for name, table in book.tables.containers.items():
+        if everywhere or (own is not None and table.host == own.host.name):
+            try:
+                containers.append(book.container(name))
+            except OpsError as error:  # a sandbox that is down
+                away.append(error)
+                render.note(error.line())
     with Shell() as shell:
         while True:
             answers = _look(shell, containers, own, everywhere, watch)
@@ -44,7 +52,7 @@ def gpu_status(
             if not watch:
                 break
             time.sleep(every)
-    failed = [answer.error for answer in answers if answer.error]
+    failed = [*(answer.error for answer in answers if answer.error), *away]
     if failed:  # what could be told was shown
         raise typer.Exit(failed[0].exit_code)
 

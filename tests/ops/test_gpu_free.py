@@ -1,6 +1,7 @@
 """`gpu free` by hand: what is shown, asked and refused; files of freed runs; and `gpu-status` of hosts that are slow,
 away, or have an old driver."""
 
+import contextlib
 import json
 import os
 import stat
@@ -16,9 +17,9 @@ import gpu_scenes
 import pytest
 from conftest import Box, Cli, write_inventory
 
-from dflash_ops import gpu_free, gpu_join, gpus, render_gpus, status
+from dflash_ops import cli_gpu, gpu_free, gpu_join, gpus, render_gpus, status
 from dflash_ops.command import Command, Container, Host
-from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
+from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError, UnreachableError
 from dflash_ops.remote import free as remote_free
 from dflash_ops.remote import gpuproof, gpuview, owners, processes
 from dflash_ops.sandbox import layout
@@ -183,6 +184,15 @@ def test_memory_of_a_dead_parent_is_not_back_while_it_is_charged(
         child.wait()
 
 
+def test_somebody_is_asked_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    for says in (False, True):
+        monkeypatch.setattr("typer.confirm", lambda *_, says=says, **__: says)
+        with contextlib.nullcontext() if says else pytest.raises(CancelledError, match="nothing was ended"):
+            cli_gpu._ask(look(holder(5)), [holder(5)])
+        assert "5: 100 MiB, 1 s old, of no run, user root: python" in capsys.readouterr().err
+
+
 def test_who_started_us_is_never_ended() -> None:
     assert {os.getpid(), os.getppid(), 1} <= owners.ancestors()
 
@@ -224,6 +234,7 @@ def test_all_hosts_are_asked_at_once(away: bool) -> None:
 
 def test_all_and_watch_on_the_command_line(sandbox: SandboxState, tmp_path: Path) -> None:
     away = '[hosts.away]\naddress = "127.0.0.1"\nport = 1\n[containers.far]\nhost = "away"\nvmid = 200\n'
+    away += '[hosts.down]\nsandbox = "no-such-one"\n[containers.gone]\nhost = "down"\nvmid = 200\npython = "sandbox"\n'
     cli = Cli(write_inventory(tmp_path, sandbox.name, more=away))
     done = cli("gpu-status", "--all", "--json")
     document = json.loads(done.stdout)
@@ -231,7 +242,7 @@ def test_all_and_watch_on_the_command_line(sandbox: SandboxState, tmp_path: Path
     assert [(host["host"], len(host["gpus"])) for host in document["hosts"]] == [("box", 2), ("away", 0)]
     assert document["hosts"][0]["gpus"][0]["health"] == "ok"
     text = cli("gpu-status", "--all")
-    assert b"box:" in text.stdout and b"away" in text.stderr
+    assert b"box:" in text.stdout and b"away" in text.stderr and b"no-such-one" in text.stderr
     watching = cli.start("gpu-status", "--watch", "--every", "0.2", "--json")
     assert watching.stdout
     try:
