@@ -1,12 +1,12 @@
 """`dflash-ops put` and `get`: read words, call one verb, show its value. cli.py registers both."""
 
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -31,16 +31,19 @@ def put(
 
     if len(words) < 2:
         raise UsageFault("put needs a file and a place", where=" ".join(words), next="put FILE shared/data/")
+    sources = [a_path(word) for word in words[:-1]]
     container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
     with Shell() as shell:
-        done = data.put(shell, container, [Path(word) for word in words[:-1]], words[-1], progress=way)
+        done = data.put(shell, container, sources, words[-1], progress=way)
     render.show(done, as_json=as_json, people=lambda: show_moved(done))
 
 
 def get(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="shared/REMOTE", help="A file or folder of shared/ or runs/.")],
-    local: Annotated[Path, typer.Argument(metavar="[LOCAL]", help="A name for it here, or a folder for it.")] = Path(),
+    local: Annotated[
+        str, typer.Argument(metavar="[LOCAL]", help="A name for it here, or a folder for it, which may end with /.")
+    ] = ".",
     target: Target = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
@@ -51,9 +54,12 @@ def get(
     from dflash_ops import data
     from dflash_ops.shell import Shell
 
+    place = a_path(local)
+    if local.endswith("/"):
+        place = place / PurePosixPath(source).name
     container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
     with Shell() as shell:
-        done = data.get(shell, container, source, local, progress=way)
+        done = data.get(shell, container, source, place, progress=way)
     render.show(done, as_json=as_json, people=lambda: show_moved(done, here=True))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container, load_inventory
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -23,7 +23,11 @@ def deploy(
     context: typer.Context,
     source: Annotated[
         Path | None,
-        typer.Argument(help="The folder to send. Default: the inventory's, else here, else the packaged trainer."),
+        typer.Argument(
+            metavar="[SOURCE]",
+            parser=a_path,
+            help="The folder to send. Default: the inventory's, else here, else the packaged trainer.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
     diff: Annotated[
@@ -37,7 +41,11 @@ def deploy(
         typer.Option(help="push: SFTP to the host, then pct push; stream: through the container's stdin."),
     ] = "push",
     user: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The container's user whose files they are. Default: root.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The container's user who owns the files. Default: root. Runs are root's all the same.",
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
@@ -96,6 +104,8 @@ def _show_deployed(done: "Deployed") -> None:
 
 
 def _show_plan(plan: "Plan") -> None:
+    from dflash_ops.release import printable
+
     if plan.damaged:
         render.say(f"`current` is damaged: {plan.damaged}")
     if plan.diff is not None:
@@ -105,7 +115,7 @@ def _show_plan(plan: "Plan") -> None:
     render.say(f"would send {plan.lacking} files, {render.size(plan.to_send)}; the container has the rest")
     for sign, names in (("+", plan.changes.added), ("~", plan.changes.changed), ("-", plan.changes.removed)):
         for name in names:
-            render.say(f"{sign} {name}")
+            render.say(f"{sign} {printable(name)}")
     if not plan.changes and plan.current is not None:
         render.say(f"nothing differs from {plan.current}")
     _show_runs(plan.runs)
@@ -117,8 +127,11 @@ def _show_runs(runs: "Sequence[LiveRun]") -> None:
 
 
 def _tell_left_out(left_out: "Sequence[LeftOut]") -> None:
+    from dflash_ops.release import printable
+
     for item in left_out[:_TOLD]:
-        render.note(f"dflash-ops: left out {item.path}: it looks like {item.why}; --include names what is to be sent")
+        what = f"{printable(item.path)}: it looks like {item.why}"
+        render.note(f"dflash-ops: left out {what}; --include names what is to be sent")
     if len(left_out) > _TOLD:
         render.note(f"dflash-ops: left out {len(left_out) - _TOLD} more; --json lists them")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container
 from dflash_ops.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
@@ -22,7 +22,11 @@ def sync(
     context: typer.Context,
     wheels: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Installs from this folder of wheels alone: the container needs no network."),
+        typer.Option(
+            metavar="DIR",
+            parser=a_path,
+            help="Installs from this folder of wheels alone: the container needs no network.",
+        ),
     ] = None,
     release: Release = None,
     target: Target = None,

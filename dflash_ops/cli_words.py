@@ -5,9 +5,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_ops.errors import UsageFault
+
 if TYPE_CHECKING:
     from dflash_ops.command import Container
     from dflash_ops.inventory import Inventory
+
+
+def a_path(word: str | Path) -> Path:
+    """A path on the command line. UsageFault for an empty word, which Path takes for the working folder: a script hands
+    it over as "$DIR" when it has none."""
+    if word == "":
+        raise UsageFault("an empty word names no file", next="name one, or . for the working folder")
+    return Path(word)
+
 
 Target = Annotated[
     str | None,
@@ -17,7 +28,9 @@ Target = Annotated[
 ]
 InventoryFile = Annotated[
     Path | None,
-    typer.Option("--inventory", metavar="FILE", help="The inventory, instead of the nearest one upwards."),
+    typer.Option(
+        "--inventory", metavar="FILE", parser=a_path, help="The inventory, instead of the nearest one upwards."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

@@ -31,7 +31,7 @@ from dflash_ops.command import Command, Container, Query
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
 from dflash_ops.progress import Progress
-from dflash_ops.release import FileEntry, LeftOut, Manifest, Release
+from dflash_ops.release import FileEntry, LeftOut, Manifest, Release, printable
 from dflash_ops.remote import bundle
 from dflash_ops.sending import ANSWER_SECONDS, SLOWEST_BYTES_PER_SECOND, Via
 from dflash_ops.shell import Shell
@@ -352,7 +352,7 @@ def _warn_of_much(lacking: Sequence[FileEntry], container: Container, warn: OnWa
     sent = sum(file.size for file in lacking)
     if sent > _LARGE_BYTES:
         largest = sorted(lacking, key=lambda file: file.size, reverse=True)[:3]
-        names = ", ".join(f"{file.path} ({file.size / 1e6:.0f} MB)" for file in largest)
+        names = ", ".join(f"{printable(file.path)} ({file.size / 1e6:.0f} MB)" for file in largest)
         warn(
             f"{sent / 1e6:.0f} MB go to {container}, among them {names}. Data belongs into shared/: dflash-ops put; "
             "what no release needs, into .dflashignore"

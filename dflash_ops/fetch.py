@@ -40,7 +40,7 @@ class _File:
 
     @property
     def part(self) -> Path:
-        return self.place.with_name(f".{self.place.name}.get-part")
+        return transfer.part_of(self.place, "get")
 
 
 def fetch_once(

@@ -6,13 +6,13 @@ empty folders>`, in UTC: ids sort by age, and equal endings mean equal content.
 
 import hashlib
 import posixpath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from dflash_ops.errors import ConfigError, PreflightError
-from dflash_ops.remote.releases import MANIFEST, canonical, is_inside
+from dflash_ops.remote.releases import MANIFEST, canonical
 
 if TYPE_CHECKING:
     import pathspec
@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 IGNORE_FILE = ".dflashignore"
 
+# So many links the kernel follows for one name.
+_MOST_LINKS = 40
+
 # Never part of a release: git's own folder, caches of Python, the manifest of a release that is deployed again.
 _NEVER = (".git", "__pycache__/", "*.pyc", f"/{MANIFEST}")
 
 # What is left out unless `--include` names it: sending it would be a mistake more often than not.
 _LEFT_OUT = {
     "a secret": (
-        *(".env", ".env.*", ".envrc", ".netrc", ".pgpass", ".pypirc", ".ssh/", ".aws/"),
-        *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx"),
-        *("!.env.example", "!.env.sample", "!.env.template"),
+        *("*.env", ".env.*", ".envrc", ".netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
+        *(".ssh/", ".aws/", ".gnupg/", ".docker/config.json", ".kube/config", "credentials.json", ".huggingface_token"),
+        *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.jks"),
+        # ssh's keys have no ending; a module of such a name has one, and a folder is none.
+        *("id_*", "!id_*.*", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "!id_*.pub", "!id_*.py", "!id_*/"),
+        *("!.env.example", "!.env.sample", "!.env.template", "!example.env", "!sample.env", "!template.env"),
     ),
     "a checkpoint": (
-        *("*.safetensors", "*.ckpt", "*.pt", "*.pth", "*.gguf", "pytorch_model*.bin"),
-        "step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]/",
+        *("*.safetensors", "*.ckpt", "*.pt", "*.pth", "*.gguf"),
+        *("pytorch_model*.bin", "model-*-of-*.bin", "optimizer.bin"),
+        *("step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]/", "checkpoint-[0-9]*/"),
     ),
 }
 
@@ -147,16 +154,43 @@ def _patterns(lines: list[str], where: Callable[[int], str]) -> "pathspec.GitIgn
     return pathspec.GitIgnoreSpec.from_lines(lines)
 
 
-def check_link(name: str, text: str) -> None:
-    """PreflightError when a symbolic link leads out of the release: it would dangle in the container, or show what the
-    container has there."""
-    if posixpath.isabs(text) or not is_inside(posixpath.normpath(posixpath.join(posixpath.dirname(name), text))):
+def check_link(name: str, links: Mapping[str, str]) -> None:
+    """PreflightError when a symbolic link leads out of the release, be it by way of others: it would dangle in the
+    container, or show what the container has there. links: all of the release, where each leads to."""
+    text = links[name]
+    if _leaves(name, links):
         raise PreflightError(
             "a symbolic link leads out of the source",
             where=printable(name),
             why=f"it points to {printable(text)}",
             next=f"make it relative, or name it in {IGNORE_FILE}",
         )
+
+
+def _leaves(name: str, links: Mapping[str, str]) -> bool:
+    """Follows a link as the kernel does: name by name, through every other link on its way."""
+    at = name.split("/")[:-1]
+    left = list(reversed(links[name].split("/")))
+    if posixpath.isabs(links[name]):
+        return True
+    for _ in range(_MOST_LINKS):
+        while left:
+            part = left.pop()
+            if part == ".." and not at:
+                return True
+            if part == "..":
+                at.pop()
+            elif part not in ("", "."):
+                at.append(part)
+                if (text := links.get("/".join(at))) is not None:
+                    break
+        else:
+            return not at  # the release itself is a folder that holds the link
+        if posixpath.isabs(text):
+            return True
+        at.pop()
+        left += reversed(text.split("/"))
+    return False  # it leads in a circle: nowhere
 
 
 def printable(name: str) -> str:

@@ -96,6 +96,9 @@ def read(shell: Shell, source: Source) -> Reading:
     # A folder is matched as one by its slash.
     folders, _ = select([f"{name}/" for name in empty], ignore, source.include)
     files = tuple(_entry(source.root, name) for name in chosen)
+    links = {file.path: file.link for file in files if file.link is not None}
+    for name in links:
+        check_link(name, links)
     if not files:
         found = len(names)
         why = f"{found} files found, all of them ignored or left out" if found else "no file found in it"
@@ -216,9 +219,7 @@ def _read_entry(root: Path, name: str) -> FileEntry:
     try:
         state = place.lstat()
         if stat.S_ISLNK(state.st_mode):
-            link = os.fspath(place.readlink())
-            check_link(name, link)
-            return FileEntry(name, 0o777, 0, "", link)
+            return FileEntry(name, 0o777, 0, "", os.fspath(place.readlink()))
         if stat.S_ISREG(state.st_mode):
             with place.open("rb") as file:
                 before = os.fstat(file.fileno())

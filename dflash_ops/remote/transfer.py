@@ -29,6 +29,7 @@ from dflash_ops.remote import answers, processes, releases
 from dflash_ops.remote.answers import Fault
 
 PIECE_BYTES = 1 << 18
+_LONGEST_NAME = 255
 
 _SILENCE_SECONDS = 30.0
 _BEAT_SECONDS = 5.0
@@ -87,7 +88,7 @@ class _Incoming:
 
     def __init__(self, place: Path, size: int, mode: int) -> None:
         self.place, self.size, self.mode = place, size, mode
-        self.part = place.with_name(f".{place.name}.put-part")
+        self.part = part_of(place, "put")
         self._digest = hashlib.sha256()  # of the part's first bytes
         self._hashed = 0
 
@@ -229,8 +230,12 @@ def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
                 out.write(b"%d\n%b" % (len(piece), piece))
                 count += len(piece)
             after = os.fstat(content.fileno())
-            # A log that grows is fetched as long as it was.
-            same = after.st_size > state.st_size or after.st_mtime_ns == state.st_mtime_ns
+            same = after.st_mtime_ns == state.st_mtime_ns
+            if after.st_size > state.st_size:
+                # A log that grows is fetched as long as it was, unless what we have read was written anew meanwhile.
+                content.seek(0)
+                out.flush()
+                same = hashed(content, state.st_size, beat)[0].digest() == digest.digest()
             if count == state.st_size and same and after.st_ino == state.st_ino:
                 sha256 = digest.hexdigest()
         out.flush()
@@ -277,6 +282,14 @@ def tree(place: Path) -> tuple[list[tuple[str, Path, os.stat_result]], list[str]
 
     walk(place, "", ())
     return files, folders
+
+
+def part_of(place: Path, verb: str) -> Path:
+    """Where a file lies that is not whole yet. A name that would be too long with that is told by its sha256."""
+    name = f".{place.name}.{verb}-part"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(place.name)).hexdigest()}.{verb}-part"
+    return place.with_name(name)
 
 
 def hashed(content: BinaryIO, size: int, beat: Callable[[], None] = lambda: None) -> tuple[Any, int]:

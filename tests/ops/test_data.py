@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import Box, Cli
+from typer.testing import CliRunner
 
 from dflash_ops import data, fetch
+from dflash_ops.cli import app as cli_app
 from dflash_ops.command import Command, Container
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import (
@@ -115,6 +117,12 @@ def test_a_file_takes_a_name_and_replaces_what_had_it(shell: Shell, box: Box, tm
     assert other.read_bytes() == file.read_bytes()
     empty = tmp_path / "empty"
     empty.touch()
+    # As long as a name can be, so that a part's own has no room for more.
+    long = tmp_path / ("n" * 255)
+    long.write_bytes(b"long")
+    data.put(shell, container, [long], "shared/data/")
+    assert data.get(shell, container, f"shared/data/{long.name}", tmp_path / "back").sent == 4
+    (tmp_path / "back").rename(long)
     data.put(shell, container, [empty], "shared/data/renamed")
     assert data.get(shell, container, "shared/data/renamed", other).files == 1
     assert other.read_bytes() == b""
@@ -285,7 +293,12 @@ def test_a_log_that_grows_is_got_as_long_as_it_was(shell: Shell, box: Box, tmp_p
         in_container(shell, box.container, "head -c 3000000 /dev/zero > runs/x/log")
         with pytest.raises(OpsError, match=r"a file changes while it is read"):
             data.get(shell, box.container, "runs/x/log", tmp_path)
-    assert not (tmp_path / "log").exists()
+        assert not (tmp_path / "log").exists()
+        # Written anew at its start while it grows: what was read until then, and what comes, never were there together.
+        script += ["printf new | dd of=runs/x/torn conv=notrunc status=none; echo more >> runs/x/torn"]
+        in_container(shell, box.container, "head -c 3000000 /dev/zero > runs/x/torn")
+        data.get(shell, box.container, "runs/x/torn", tmp_path)
+    assert (tmp_path / "torn").read_bytes() == b"new" + bytes(2_999_997)
 
 
 def test_two_puts_of_one_file(shell: Shell, box: Box, tmp_path: Path, monkeypatch) -> None:
@@ -421,8 +434,24 @@ def test_on_the_command_line(cli: Cli, tree: Path, tmp_path: Path) -> None:
     got = cli("get", "shared/models/tree", cwd=tmp_path / "tree" / "sub" / "empty")
     assert got.returncode == 0 and got.stderr == b"" and b"5 files, 3.0 MiB; 3.0 MiB sent" in got.stdout
     assert (tree / "sub" / "empty" / "tree" / "big").read_bytes() == BIG
-    steps = cli("--debug", "get", "shared/models/tree/big", "b", cwd=tree).stderr
+    steps = cli("--debug", "get", "shared/models/tree/big", "new/", cwd=tree).stderr
+    assert (tree / "new" / "big").read_bytes() == BIG
     assert steps.startswith(b"asking box / container 200")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["put", "", "shared/"],
+        ["get", "shared/x", ""],
+        ["deploy", ""],
+        ["env", "sync", "--wheels", ""],
+        ["releases", "--inventory", ""],
+    ],
+)
+def test_an_empty_word_is_not_the_working_folder(words: list[str]) -> None:
+    done = CliRunner().invoke(cli_app, words)
+    assert isinstance(done.exception, UsageFault) and "empty word" in str(done.exception)
 
 
 class Counting(Progress):

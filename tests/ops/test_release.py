@@ -67,8 +67,13 @@ def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
 
 def test_secrets_and_checkpoints_are_left_out_and_told_unless_named() -> None:
     secrets = [".env", "conf/.env.prod", "id_ed25519", "conf/tls.key", ".ssh/config", "a.pem"]
+    secrets += ["secrets.env", "conf/prod.env", ".git-credentials", ".npmrc", ".netrc", "a/credentials.json"]
+    secrets += [".huggingface_token", "id_xmss", "id_rsa.old", "keys/id_work", ".docker/config.json", ".kube/config"]
+    secrets += [".gnupg/pubring.kbx", "a.jks", "b.p12"]
     checkpoints = ["best.pt", "m/model.safetensors", "runs/step-00000008/state.json"]
-    plain = [".env.example", "keys.py", "pt", "step-1/x", "trainer/checkpoint.py"]
+    checkpoints += ["m/model-00001-of-00002.bin", "m/optimizer.bin", "out/checkpoint-500/trainer_state.json"]
+    plain = [".env.example", "keys.py", "pt", "step-1/x", "trainer/checkpoint.py", "id_ed25519.pub", "id_map.py"]
+    plain += ["id_tools/a.py", "docker/config.json", "kube/config", "checkpoint-new/a", "model.bin", "env/a", "grid_x"]
     sent, left_out = select([*plain, *secrets, *checkpoints])
     assert sent == sorted(plain)
     assert left_out == sorted(
@@ -157,9 +162,39 @@ def test_modes_and_links_are_kept(tmp_path: Path, shell: Shell) -> None:
 
 @pytest.mark.parametrize("text", ["/etc/passwd", "..", "../x", "b/../../x"])
 def test_a_link_that_leaves_the_source_is_refused(text: str) -> None:
-    check_link("a/b", "../c")
+    check_link("a/b", {"a/b": "../c"})
     with pytest.raises(PreflightError, match="leads out of the source"):
-        check_link("a", text)
+        check_link("a", {"a": text})
+
+
+@pytest.mark.parametrize(
+    ("links", "leaves"),
+    [
+        ({"a": "d1/d2/l/../../secret", "d1/d2/l": ".."}, True),
+        ({"a": "d1/d2/l/../secret", "d1/d2/l": ".."}, False),
+        ({"a": "d1/l/x", "d1/l": "../d2/l", "d2/l": "/etc"}, True),
+        ({"a": "l/../x", "l": "d1/d2/d3"}, False),
+        ({"a": "b/x", "b": "c", "c": "b"}, False),  # in a circle: nowhere
+        ({"a": "x/l/../..", "x/l": "../y/z"}, True),
+    ],
+)
+def test_a_link_that_leaves_the_source_by_way_of_others_is_refused(links: dict[str, str], leaves: bool) -> None:
+    if not leaves:
+        return check_link("a", links)
+    with pytest.raises(PreflightError, match="leads out of the source"):
+        check_link("a", links)
+    return None
+
+
+def test_a_deploy_follows_links_as_the_kernel_does(tmp_path: Path, shell: Shell) -> None:
+    tree(tmp_path / "source", "d1/d2/file")
+    tree(tmp_path, "secret")
+    (tmp_path / "source" / "d1" / "d2" / "l").symlink_to("..")
+    link = tmp_path / "source" / "sub2link"
+    link.symlink_to("d1/d2/l/../../secret")
+    assert link.read_text() == "secret"  # out of the source, though its words alone say otherwise
+    with pytest.raises(PreflightError, match="leads out of the source"):
+        sources.read(shell, Source(tmp_path / "source"))
 
 
 def test_what_is_neither_file_nor_link_is_refused(tmp_path: Path, shell: Shell) -> None:
