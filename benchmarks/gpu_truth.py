@@ -279,7 +279,9 @@ def main() -> None:
     name = f"gpu-truth-{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
         inventory = Path(folder) / "dflash-ops.toml"
+        count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2  # the sandbox has two where the machine has none
         table = '[containers.{}]\nhost = "box"\nvmid = {}\npython = "sandbox"\npath = "/opt/truth"\n'
+        table += f"gpus = {list(range(count))}\n"
         hosts = f'default = "own"\n[hosts.box]\nsandbox = "{name}"\n'
         inventory.write_text(hosts + table.format("own", 200) + table.format("neighbour", 201))
         up(name=name, owner=os.getpid())

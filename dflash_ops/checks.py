@@ -156,9 +156,11 @@ def _devices(container: Container, facts: Facts, inside: Mapping[str, Any]) -> l
     driver = _driver(host)
     smi = re.search(r"NVIDIA-SMI version\s*:\s*(\d\S*)", inside["asked"]["smi"]["out"])
     libraries = inside["libcuda"] or ([smi.group(1)] if smi else [])
-    if not libraries:
+    answered = inside["asked"]["smi"]
+    if not libraries or "mismatch" in answered["out"]:
         fix = f"in the container: ./NVIDIA-Linux-x86_64-{driver or 'VERSION'}.run --no-kernel-module"
-        checks.append(Check("user libraries", where, "failure", "there is no libcuda and no nvidia-smi", fix))
+        words = answered["out"].strip().split("\n")[-1] or "there is no libcuda and no nvidia-smi"
+        checks.append(Check("user libraries", where, "failure", words, fix))
     elif driver is not None and driver not in libraries:
         evidence = f"the host's driver is {driver}, the container has {', '.join(libraries)}"
         fix = f"in the container: ./NVIDIA-Linux-x86_64-{driver}.run --no-kernel-module, and remove the others"
@@ -190,7 +192,7 @@ def _devices(container: Container, facts: Facts, inside: Mapping[str, Any]) -> l
         evidence = f"the inventory gives it {len(container.gpus)} GPUs, it has {', '.join(cards) or 'none'}"
         fix = f"`gpus` in the inventory, or on the host: pct set {container.vmid} --dev0 /dev/nvidia0,mode=0666 ..."
         checks.append(Check("GPU count", where, "failure", evidence, fix))
-    elif facts.gpus is not None and container.gpus:
+    elif facts.gpus is not None:
         checks += _order(container, facts.gpus.gpus)
     return checks
 
@@ -213,6 +215,9 @@ def _order(container: Container, gpus: Sequence[Gpu]) -> list[Check]:
     if not there:
         fix = "in the container: nvidia-smi -L"
         return [Check("GPU order", where, "failure", "nvidia-smi in the container shows no GPU of the host", fix)]
+    if not container.gpus:
+        evidence = "the inventory declares no GPUs, so that a start takes no locks: another container may take them too"
+        return [Check("GPU locks", where, "note", evidence, f"in the inventory: gpus = {list(seen)}")]
     if seen != container.gpus:
         evidence = f"the inventory says gpus = {list(container.gpus)}, in the order of the container it is {list(seen)}"
         return [Check("GPU order", where, "failure", evidence, f"in the inventory: gpus = {list(seen)}")]

@@ -111,6 +111,12 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (drop("host/devices/nvidia-uvm"), "nvidia-uvm", "failure", "nvidia-modprobe -c0 -u"),
     (put("inside/libcuda", []), "user libraries", "ok", ""),  # nvidia-smi has the version too
     (put("inside/libcuda", ["570.9.9"]), "user libraries", "failure", "580.1.2.run --no-kernel-module"),
+    (
+        put("inside/asked/smi/out", "Failed to initialize NVML: Driver/library version mismatch\n"),
+        "user libraries",
+        "failure",
+        "580.1.2.run",
+    ),
     (drop("inside/devices/nvidia-uvm"), "nvidia-uvm", "failure", "--dev3 /dev/nvidia-uvm"),
     (put("inside/devices/nvidia-uvm/major", 508), "stale node", "failure", "pct reboot 200"),
     (put("inside/devices/nvidia0/major", 511), "stale node", "failure", "pct reboot 200"),
@@ -157,6 +163,11 @@ def test_no_driver_and_an_encoding_without_utf8() -> None:
     told["inside"]["encoding"], told["inside"]["asked"]["charmap"] = "ascii", found("ANSI_X3.4-1968\n")
     wrong = {check.name: check.level for check in judged(told) if check.level != "ok"}
     assert wrong == {"driver": "failure", "locale": "warning"}
+
+
+def test_where_no_gpus_are_declared_nothing_is_locked() -> None:
+    (check,) = (check for check in judged(facts(), Container(LAB.host, 200)) if check.level != "ok")
+    assert (check.name, check.level, check.fix) == ("GPU locks", "note", "in the inventory: gpus = [0]")
 
 
 def test_without_gpus_nothing_is_asked_of_them() -> None:
