@@ -10,13 +10,14 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stand_in
 from conftest import Box, Cli
 from stand_in import retry_until
 
-from dflash_ops import deploy, keeping, runs, source, train
+from dflash_ops import deploy, keeping, render_runs, runs, source, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, NotFoundError
 from dflash_ops.runs import RunState, StartRequest
@@ -204,3 +205,23 @@ def test_a_lost_run_with_living_processes_stays(place: Container, shell: Shell) 
         keeping.remove(shell, place, ["a"])
     train.stop(shell, place, run.id, grace=0.1)
     assert [it.run_id for it in keeping.remove(shell, place, ["a"])] == [run.id]
+
+
+def test_a_list_of_a_thousand_runs_is_one_command(
+    box: Box, shell: Shell, soak: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = 1000 if soak else 120
+    script = f'for n in $(seq 1000 {999 + count}); do mkdir -p "$1/run-20261129-120000-$n"; done'
+    inside(shell, box.container, "sh", "-c", script, "sh", f"{box.container.path}/runs")
+    asked: list[Command] = []
+    run = Shell.run
+
+    def counted(shell: Shell, place: Container, command: Command, **more: Any) -> Any:
+        asked.append(command)
+        return run(shell, place, command, **more)
+
+    monkeypatch.setattr(Shell, "run", counted)
+    listed = train.list_runs(shell, box.container)
+    assert (len(listed), len(asked)) == (count, 1)
+    render_runs.show_runs(listed)
+    assert capsys.readouterr().out.count("run-20261129-120000-1") == count
