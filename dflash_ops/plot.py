@@ -71,9 +71,9 @@ def _figure(curves: Sequence[Curve], smooth: int) -> Any:
         for panel in _PANELS
         if any(name in point for curve in curves for point in curve.points for name in panel[1:] if name)
     ]
-    columns = min(2, len(panels))
+    columns = 3 if len(panels) == 3 else min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure: Any = Figure(figsize=(6 * columns, 3.6 * rows), layout="constrained")
+    figure: Any = Figure(figsize=(12 if columns > 1 else 7, 3.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (title, name, measured) in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, place)
