@@ -1,6 +1,7 @@
 """What is kept of runs: attached to, fetched, removed."""
 
 import fcntl
+import io
 import json
 import os
 import select
@@ -16,10 +17,12 @@ import pytest
 import stand_in
 from conftest import Box, Cli
 from stand_in import retry_until
+from typer.testing import CliRunner
 
-from dflash_ops import deploy, keeping, render_runs, runs, source, train
+from dflash_ops import cli_keep, deploy, keeping, render_runs, runs, source, train
+from dflash_ops.cli import app
 from dflash_ops.command import Command, Container
-from dflash_ops.errors import BusyError, NotFoundError
+from dflash_ops.errors import BusyError, CancelledError, NotFoundError, UsageFault
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.shell import Shell
 
@@ -85,6 +88,19 @@ class Terminal:
         return self.process.wait()
 
 
+def in_process(cli: Cli, *words: str) -> BaseException | None:
+    """How a command line ends that needs no process of its own."""
+    return CliRunner().invoke(app, words, env={"DFLASH_OPS_INVENTORY": str(cli.inventory)}).exception
+
+
+@pytest.mark.parametrize("said", ["n", "", "maybe"])
+def test_rm_wants_a_yes(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.isatty", lambda descriptor: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n"))
+    with pytest.raises(CancelledError, match="nothing was removed"):
+        cli_keep._ask([keeping.Removed("a", 10, 2)])
+
+
 def test_attach_is_the_real_window_in_size_and_colours(place: Container, cli: Cli, shell: Shell) -> None:
     run = begin(shell, place, "w")
     inside(shell, place, "tmux", "-L", "dflash", "kill-session", "-t", "=dflash-w")  # it is opened again
@@ -115,7 +131,7 @@ def test_attach_is_the_real_window_in_size_and_colours(place: Container, cli: Cl
     assert again.end() == 103
     with pytest.raises(NotFoundError, match=r"has no window.*its run has ended"):
         keeping.attach(shell, place, "w")
-    assert cli("train", "attach").returncode == 2
+    assert isinstance(in_process(cli, "train", "attach"), UsageFault)
 
 
 def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell: Shell, tmp_path: Path) -> None:
@@ -178,18 +194,17 @@ def test_rm_never_takes_what_lives_and_asks(place: Container, cli: Cli, shell: S
         keeping.remove(shell, place, ["c", "nobody"])
     assert len(train.list_runs(shell, place)) == 3
     train.stop(shell, place, second.id)
-    refused = cli("train", "rm", "a")
-    assert refused.returncode == 2 and b"--yes" in refused.stderr
-    for answer, code, left in ((b"n\r", 103, 3), (b"y\r", 0, 2)):
-        terminal = Terminal(cli.words("train", "rm", "a"), cli.environment(), 80, 24)
-        retry_until(lambda terminal=terminal: b"[y/N]" in terminal.read())
-        assert f"{first.id}: 1 checkpoint".encode() in terminal.shown
-        terminal.press(answer)
-        assert terminal.end() == code
-        assert len(train.list_runs(shell, place)) == left
+    refused = in_process(cli, "train", "rm", "a")
+    assert isinstance(refused, UsageFault) and "--yes" in str(refused)
+    assert len(train.list_runs(shell, place)) == 3
+    terminal = Terminal(cli.words("train", "rm", "a"), cli.environment(), 80, 24)
+    retry_until(lambda: b"[y/N]" in terminal.read())
+    assert f"{first.id}: 1 checkpoint".encode() in terminal.shown
+    terminal.press(b"y\r")
+    assert terminal.end() == 0
+    assert len(train.list_runs(shell, place)) == 2
     inside(shell, place, "mkdir", f"{place.path}/runs/.x.removed")  # an earlier one was killed half way
-    done = json.loads(cli("train", "rm", "-y", "b", "c", "--json").stdout)
-    assert {it["run_id"] for it in done["removed"]} == {second.id, other.id}
+    assert in_process(cli, "train", "rm", "-y", "b", "c") is None
     assert inside(shell, place, "ls", "-A", f"{place.path}/runs") == b""
 
 

@@ -142,8 +142,8 @@ def test_a_reader_that_is_killed_in_the_container_is_started_again(place: Contai
 
 
 def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> None:
-    run = begin(shell, place, "steps = 30\npause = 0.08")
-    assert cli("train", "logs", "-f", "--grep", "step", "-n", "2").stdout.endswith(b"step 29 \nstep 30 \n")
+    run = begin(shell, place, "steps = 16\npause = 0.1")
+    assert cli("train", "logs", "-f", "--grep", "step", "-n", "2").stdout.endswith(b"step 15 \nstep 16 \n")
     whole = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
 
     def shown(**choice: Any) -> bytes:
@@ -151,20 +151,20 @@ def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> No
         train.logs(shell, place, run.id, on_out=got.extend, **choice)
         return bytes(got)
 
-    assert shown(grep="step [12]0 ") == b"step 10 \nstep 20 \n"
-    assert shown(grep="step", tail=2) == b"step 29 \nstep 30 \n"
+    assert shown(grep="step 1?0 ") == b"step 10 \n"
+    assert shown(grep="step", tail=2) == b"step 15 \nstep 16 \n"
     assert shown(grep="step", tail=0) == b""
-    assert shown(since=logs.parse_since("1h"), tail=31) == whole
+    assert shown(since=logs.parse_since("1h"), tail=17) == whole
     assert shown(since=logs.parse_since("2030-01-01T00:00:00Z")) == b""
     # A record a second at most: what was written in the second before comes with it.
     times = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log.times").split(b"\n")
-    moment, offset = map(int, times[2].split())
+    moment, offset = map(int, times[1].split())
     since = datetime.fromtimestamp((moment + 10) / 1000, UTC).isoformat()
     lines = [json.loads(line) for line in cli("train", "logs", "--json", "--since", since).stdout.splitlines()]
     assert [it["line"] for it in lines[:-1]] == whole[offset:].decode().split("\n")[:-1]
-    assert 2 < len(lines) < 30
-    refused = cli("train", "logs", "--grep", "(")
-    assert refused.returncode == 2 and b"regular expression" in refused.stderr
+    assert 2 < len(lines) < 16
+    with pytest.raises(UsageFault, match="regular expression"):
+        logs.check_pattern("(")
     inside(shell, place, "rm", f"{place.path}/runs/{run.id}/log.times")
     notes: list[str] = []
     assert shown(since=logs.parse_since("1s"), on_break=notes.append) == whole and "has no times" in notes[0]

@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy import Proxy
 from stand_in import retry_until
-from test_keeping import Terminal
+from test_keeping import Terminal, in_process
 from test_logs import proxied
 from test_runs import facts
+from typer.testing import CliRunner
 
 from dflash_ops import deploy, plot, runs, source, train, watch_page, watching
+from dflash_ops.cli import app
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import curves
@@ -233,7 +235,7 @@ def test_ctrl_c_leaves_the_page_and_json_is_a_line_each(
         train.stop(shell, place, run.id)
         rest = watcher.stdout.read().splitlines()
         assert watcher.wait(20) == 103 and json.loads(rest[-1])["run"]["state"] == "stopped"
-    assert cli("train", "watch").returncode == 2  # no terminal
+    assert isinstance(in_process(cli, "train", "watch"), UsageFault)  # no terminal
 
 
 # -- pictures
@@ -270,12 +272,13 @@ def test_smoothing() -> None:
 
 
 def test_a_plot_and_a_board_of_a_run(place: Container, run: runs.Run, cli: Cli, tmp_path: Path) -> None:
-    done = cli("train", "plot", run.id, "-o", str(tmp_path / "loss.png"), "--json")
-    assert done.returncode == 0, done.stderr
+    inventory = {"DFLASH_OPS_INVENTORY": str(cli.inventory)}
+    words = ["train", "plot", run.id, "-o", str(tmp_path / "loss.png"), "--json"]
+    done = CliRunner().invoke(app, words, env=inventory)
     assert json.loads(done.stdout)["runs"] == [{"run_id": run.id, "points": 300}]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    fetched = cli("train", "board", "--fetch-only", "-o", str(tmp_path / "board"))
-    assert fetched.returncode == 0, fetched.stderr
+    fetched = CliRunner().invoke(app, ["train", "board", "--fetch-only", "-o", str(tmp_path / "board")], env=inventory)
+    assert fetched.exit_code == 0, fetched.exception
     assert [str(it.relative_to(tmp_path / "board")) for it in (tmp_path / "board").rglob("*") if it.is_file()] == [
         f"{run.id}/events/tf"
     ]
