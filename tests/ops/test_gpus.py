@@ -313,7 +313,7 @@ def test_a_container_says_whose_its_processes_are(said: dict[str, Any], own: int
 
 def test_the_recorder_asks_what_gpu_status_asks() -> None:
     text = (SAMPLES[0].parents[1] / "record.py").read_text()
-    asked = text.partition("GPUS = (")[2].partition(").split")[0]
+    asked = text.partition("GPUS = (")[2].partition("\n)")[0]
     assert tuple("".join(re.findall(r'"(.*?)"', asked)).split(",")) == gpus.GPU_FIELDS
 
 

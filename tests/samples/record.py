@@ -24,7 +24,7 @@ GPUS = (
     "power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
     "clocks_event_reasons.active,ecc.mode.current,mig.mode.current,persistence_mode,remapped_rows.pending,"
     "gpu_recovery_action"
-).split(",")
+)
 APPS = ["gpu_uuid", "pid", "used_gpu_memory", "process_name"]
 
 
@@ -42,7 +42,7 @@ def hold_memory() -> None:
 
 
 def look() -> dict[str, object]:
-    return gpuview.view(None, GPUS, APPS, 20.0)
+    return gpuview.view(None, GPUS.split(","), APPS, 20.0)
 
 
 def main(folder: Path) -> None:
