@@ -67,8 +67,13 @@ class Wheel:
 
     @property
     def unpacked_bytes(self) -> int:
-        with zipfile.ZipFile(self.place) as archive:
-            return sum(entry.file_size for entry in archive.infolist())
+        """VerificationError when it is no wheel."""
+        try:
+            with zipfile.ZipFile(self.place) as archive:
+                return sum(entry.file_size for entry in archive.infolist())
+        except (OSError, zipfile.BadZipFile) as error:
+            where, why = printable(str(self.place)), getattr(error, "strerror", None) or str(error)
+            raise VerificationError("that is no wheel", where=where, why=why, next="download it again") from error
 
 
 def in_folder(folder: Path) -> list[Wheel]:

@@ -99,11 +99,11 @@ def refuse_mismatch(path: Path, release: Path, python: str, wanted: dict[str, An
     rows = compare(read_lock(release), Pins(**wanted["pins"]), look(python), wanted["gpus"])
     wrong = [row for row in rows if not row["ok"]]
     if wrong:
-        told = [f"{row['name']}: wanted {row['wanted']}, has {row['has'] or 'none'}" for row in wrong[:_SHOWN]]
+        said = [told(row) for row in wrong[:_SHOWN]]
         more = f" (and {len(wrong) - _SHOWN} more: dflash-ops env check)" if len(wrong) > _SHOWN else ""
         where = f"release {release.name}, {python}"
         advice = f"{_SYNC}; or say in the inventory what this container has: pins, or env_check = false"
-        raise Fault("preflight", "the environment is not what the release wants", "; ".join(told) + more, advice, where)
+        raise Fault("preflight", "the environment is not what the release wants", "; ".join(said) + more, advice, where)
 
 
 # -- verbs
@@ -205,9 +205,11 @@ def look(python: str) -> dict[str, Any]:
         raise Fault("preflight", "that Python does not run", str(error), _SYNC, python) from None
 
 
-def environment_id(lock: bytes, pins: dict[str, Any], facts: dict[str, str]) -> str:
-    """Of what an environment is made from: the same always gives the same."""
-    made_from = [hashlib.sha256(lock).hexdigest(), sorted(pins.items()), facts["python_version"], platform.machine()]
+def environment_id(lock: bytes, pins: dict[str, Any], facts: dict[str, str], interpreter: str) -> str:
+    """Of what an environment is made from: the same always gives the same. interpreter: the Python that it leads to,
+    by its real path."""
+    python = [facts["python_full_version"], facts["implementation_name"], interpreter, platform.machine()]
+    made_from = [hashlib.sha256(lock).hexdigest(), sorted(pins.items()), *python]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:12]
 
 
@@ -230,6 +232,11 @@ def compare(lock: Lock, pins: Pins, has: dict[str, Any], gpus: bool) -> list[dic
         version = packages.get(name)
         rows.append(_row(name, wanted[name], version, version is not None and requirements.same(wanted[name], version)))
     return rows
+
+
+def told(row: dict[str, Any]) -> str:
+    """A row that does not fit, in words."""
+    return f"{row['name']}: wanted {row['wanted']}, has {row['has'] or 'nothing'}"
 
 
 def _row(name: str, wanted: str | None, has: str | None, ok: bool) -> dict[str, Any]:

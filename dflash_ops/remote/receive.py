@@ -24,6 +24,8 @@ from dflash_ops.remote.talk import Frames, Left, Talk
 
 # How often content that vanished meanwhile is asked for again.
 _TRIES = 3
+# So many other releases are looked at for one that is whole, where the one asked for is not.
+_LOOKED_AT = 5
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -78,6 +80,7 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         else:
             raise Fault("failed", "content vanishes again and again", f"{len(lacking)} are lacking", "deploy again")
         previous, name = releases.current(path), str(request["id"])
+        releases.mark_unused(path, name)
         release.finish(name, request["record"])
         if parameters["activate"]:
             releases.activate(path, name)
@@ -113,7 +116,8 @@ def list_releases(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Makes an earlier release current: the one asked for, else the newest that is older than the current one."""
+    """Makes an earlier release current: the one asked for, else the newest that is older than the current one, of those
+    that have been current."""
     release: str | None = parameters["release"]
     if not releases.names(path):
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
@@ -122,14 +126,27 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         _refuse_folder(path)
         names, now = releases.names(path), releases.current(path)
         if release is None:
-            older = [name for name in names if now is None or name < now]
+            older, unused = [name for name in names if now is None or name < now], releases.unused(path)
+            skipped = [name for name in older if name in unused]
+            older = [name for name in older if name not in unused]
             if not older:
-                raise Fault("not_found", "there is no earlier release", f"current: {now}", "dflash-ops releases")
+                why = f"current: {now}" + (f"; {skipped[-1]} never was" if skipped else "")
+                advice = f"dflash-ops rollback {skipped[-1]}" if skipped else "dflash-ops releases"
+                raise Fault("not_found", "there is no earlier release", why, advice)
             release = older[-1]
         elif release not in names:
             why = releases.nearest(release, names)
             raise Fault("not_found", f"there is no release {release}", why, "dflash-ops releases")
-        files = releases.verify(path / "releases" / release, release)
+        try:
+            files = releases.verify(path / "releases" / release, release)
+        except Fault as fault:
+            # Releases share the files that are the same in them, and so what harms these.
+            others = [name for name in reversed(names) if name != release][:_LOOKED_AT]
+            whole = next((name for name in others if _is_whole(path, name)), None)
+            advice = "dflash-ops deploy, which sends anew what is damaged"
+            advice += f"; or dflash-ops rollback {whole}, which is whole" if whole and whole != now else ""
+            why = fault.parts["why"] + ("" if whole else "; no other is whole either" if others else "")
+            raise Fault(fault.kind, fault.parts["what"], why, advice) from None
         releases.activate(path, release)
     return {"release": release, "previous": now, "files": len(files)}
 

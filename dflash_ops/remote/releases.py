@@ -28,6 +28,8 @@ _RELEASE_ID = re.compile(r"\d{8}-\d{6}-(?:[0-9a-f]{7}|nogit)-[0-9a-f]{8}", re.AS
 # What killed ones leave, by folder; nothing else is removed there, for it is not ours.
 _LEFT_IN_RELEASES = re.compile(rf"new\.tmp-[0-9a-f]{{8}}|(?:{_RELEASE_ID.pattern})\.tmp-prune", re.ASCII)
 _LEFT_IN_INCOMING = re.compile(r"deploy-[0-9a-f]{8}(?:\.part)?", re.ASCII)
+# Beside a release that was never current.
+_UNUSED = ".unused"
 _LEFT_BESIDE = re.compile(r"\.current-[0-9a-f]{8}", re.ASCII)
 _CHUNK = 1 << 20
 
@@ -100,6 +102,19 @@ def names(path: Path) -> list[str]:
             entry.name for entry in entries if is_release_id(entry.name) and entry.is_dir(follow_symlinks=False)
         )
     return []
+
+
+def unused(path: Path) -> set[str]:
+    """The releases that were never current: sent with `--no-activate`, or by a deploy that was killed at its end."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(path / "releases") as entries:
+        marks = [entry.name[: -len(_UNUSED)] for entry in entries if entry.name.endswith(_UNUSED) and entry.is_file()]
+        return {name for name in marks if is_release_id(name)}
+    return set()
+
+
+def mark_unused(path: Path, release: str) -> None:
+    """To be done before a release is there; it becoming current takes the mark away."""
+    (path / "releases" / f"{release}{_UNUSED}").touch()
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -215,6 +230,7 @@ def activate(path: Path, release: str) -> None:
         why = error.strerror or str(error)
         raise Fault("failed", "`current` can't be replaced", why, f"look at {path}/current", str(path)) from error
     sync(path)
+    (path / "releases" / f"{release}{_UNUSED}").unlink(missing_ok=True)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -224,6 +240,8 @@ def remove_leftovers(path: Path) -> None:
             found = [entry.path for entry in entries if ours.fullmatch(entry.name)]
         for old in found:
             remove(Path(old))
+    for release in unused(path).difference(names(path)):
+        (path / "releases" / f"{release}{_UNUSED}").unlink()
     with os.scandir(path) as entries:
         links = [entry.path for entry in entries if _LEFT_BESIDE.fullmatch(entry.name) and entry.is_symlink()]
     for link in links:

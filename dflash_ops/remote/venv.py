@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -30,6 +31,7 @@ from dflash_ops.remote.requirements import Lock, Pins
 _TYPICAL_BYTES = {"cuda": 10 << 30, "cpu": 3 << 30}
 _WITHOUT_TORCH_BYTES = 200 << 20
 _SAID_CHARACTERS = 500
+_WHEELS = re.compile(r"\.wheels-[0-9a-f]{12}")
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -46,8 +48,10 @@ def sync(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     with _only_one(path, parameters):
         has = environment.look(sys.executable)
         text = (release / requirements.NAME).read_bytes()
-        name = environment.environment_id(text, parameters["pins"], has["facts"])
+        interpreter = os.path.realpath(sys.executable)
+        name = environment.environment_id(text, parameters["pins"], has["facts"], interpreter)
         folder = path / "env" / name
+        _clear_wheels(path, name)
         before = environment.current(path)
         made = rundir.read_json(folder / environment.RECORD) is None or not _fits(lock, pins, folder)
         if made:
@@ -106,6 +110,14 @@ def _only_one(path: Path, parameters: dict[str, Any]) -> Generator[None, None, N
             file.write(f"{parameters['client']} since {rundir.now()}\n")
             file.flush()
         yield
+
+
+def _clear_wheels(path: Path, name: str) -> None:
+    """Removes what failed builds of other environments have left; our own are gone on with."""
+    with os.scandir(path / "env") as entries:
+        left = [entry.path for entry in entries if _WHEELS.fullmatch(entry.name) and entry.name != f".wheels-{name}"]
+    for folder in left:
+        releases.remove(Path(folder))
 
 
 def _fits(lock: Lock, pins: Pins, folder: Path) -> bool:
@@ -202,7 +214,7 @@ def _finish(folder: Path, lock: Lock, pins: Pins, release: Path, parameters: dic
     """Checks what was built, brings it to the disk, and says so in it."""
     has = environment.look(str(folder / "bin" / "python"))
     rows = environment.compare(lock, pins, has, gpus=False)
-    wrong = [f"{row['name']}: wanted {row['wanted']}, has {row['has']}" for row in rows if not row["ok"]]
+    wrong = [environment.told(row) for row in rows if not row["ok"]]
     if wrong:
         raise Fault("verification", "the environment is not what was asked for", "; ".join(wrong[:5]), "", str(folder))
     size = 0
@@ -248,5 +260,11 @@ def _run(other: Attending, words: list[str]) -> None:
     why = (said if len(said) <= _SAID_CHARACTERS else f"{said[:_SAID_CHARACTERS]}...") or f"exit code {code}"
     full = any("No space left" in line for line in lines)
     advice = "free some space: dflash-ops env list shows what is not used" if full else "mend that, and run it again"
-    program = os.path.basename(words[0]) if "pip" not in words else "pip install" if "install" in words else "pip check"
-    raise Fault("preflight", f"{program} failed", why, advice)
+    raise Fault("preflight", f"{_program(words)} failed", why, advice)
+
+
+def _program(words: list[str]) -> str:
+    """uv venv, uv pip install, pip check, ...: what was run, in short."""
+    by_uv = os.path.basename(words[0]) == "uv"
+    doing = next((word for word in ("venv", "install", "check") if word in words), "")
+    return f"{'uv ' if by_uv else ''}{'' if doing == 'venv' else 'pip '}{doing}"

@@ -77,7 +77,7 @@ def either(request: pytest.FixtureRequest, box: Box, base: Container, soak: bool
     """One that has uv, and one that has not. pip takes its time: daily it builds once, in a test of its own."""
     if request.param == "pip":
         return base if soak else pytest.skip("--soak")
-    assert (Path(sys.executable).parent / "uv").exists(), "pip install uv"
+    assert (Path(sys.executable).parent / "uv").exists(), "it is in the dev extra: pip install -e '.[dev]'"
     return replace(box.container, pins=Pins())
 
 
@@ -226,6 +226,51 @@ def test_a_wheel_that_is_not_the_locked_one(shell: Shell, base: Container, house
         verbs.sync(shell, base, wheelhouse=house)
 
 
+def test_a_wheel_that_is_no_archive(house: Path) -> None:
+    make_wheel(house, "one", "1.0")
+    (house / "one-1.0-py3-none-any.whl").write_text("<html>not found</html>")
+    (wheel,) = wheels.in_folder(house)
+    with pytest.raises(VerificationError, match=r"that is no wheel .*one-1\.0.*download it again"):
+        _ = wheel.unpacked_bytes
+
+
+def test_wheels_of_a_failed_build_go_with_the_next_of_another_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = tmp_path / "releases" / f"{RELEASE}0"
+    (release / "trainer").mkdir(parents=True)
+    (release / "trainer" / "requirements.lock").write_text("one==1\n")
+    monkeypatch.setattr(environment, "environment_id", lambda *words: "0123456789ab")
+    (tmp_path / "precious").mkdir()
+    for name in (".wheels-0123456789ab", ".wheels-aaaaaaaaaaaa", ".wheels-mine"):
+        (tmp_path / "env" / name).mkdir(parents=True)
+        (tmp_path / "env" / name / "one.whl").touch()
+    (tmp_path / "env" / ".wheels-bbbbbbbbbbbb").symlink_to(tmp_path / "precious")
+    monkeypatch.setattr(venv.Attending, "hear", lambda self: None)  # the other end leaves before it begins
+    asked = {"release": release.name, "pins": requirements.Pins()._asdict(), "patience": 0, "client": "me"}
+    assert venv.sync(tmp_path, asked)["event"] == "left"
+    left = sorted(entry.name for entry in (tmp_path / "env").iterdir())
+    assert left == [".wheels-0123456789ab", ".wheels-mine"] and (tmp_path / "precious").is_dir()
+
+
+def test_another_python_makes_another_environment() -> None:
+    facts = {"python_version": "3.11", "python_full_version": "3.11.4", "implementation_name": "cpython"}
+    first = environment.environment_id(b"", {}, facts, "/usr/bin/python3.11")
+    assert first == environment.environment_id(b"", {}, dict(facts), "/usr/bin/python3.11")
+    others = [
+        environment.environment_id(b"", {}, {**facts, "python_full_version": "3.11.9"}, "/usr/bin/python3.11"),
+        environment.environment_id(b"", {}, facts, "/opt/conda/bin/python3.11"),
+        environment.environment_id(b"", {}, {**facts, "implementation_name": "pypy"}, "/usr/bin/python3.11"),
+    ]
+    assert len({first, *others}) == 4
+
+
+def test_who_failed_is_said_by_its_name(tmp_path: Path) -> None:
+    words = [venv.commands("python3", tmp_path, by, {}, None, None) for by in (("uv", "/x/uv"), ("pip",))]
+    said = [[venv._program(command) for command in commands] for commands in words]
+    assert said == [["uv venv", "uv pip install", "uv pip check"], ["venv", "pip install", "pip check"]]
+
+
 def test_no_room_is_said_before_anything_is_built(
     shell: Shell, base: Container, house: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +324,7 @@ def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell, tmp_pat
     assert {row.name: row.has for row in found.rows if not row.ok}["no-such-thing"] is None
     (tmp_path / "config.toml").write_text("")
     start = cli("train", "start", str(tmp_path / "config.toml"), "--gpus", "none")
-    assert start.returncode == 6 and b"no-such-thing: wanted 1, has none" in start.stderr
+    assert start.returncode == 6 and b"no-such-thing: wanted 1, has nothing" in start.stderr
     with pytest.raises(NotFoundError, match="nearest: 20261129-120000-nogit-00000000"):
         verbs.check(shell, box.container, "20261129-120000-nogit-11111111")
 
@@ -447,7 +492,7 @@ def test_a_start_is_refused_with_both_columns(tmp_path: Path) -> None:
     with pytest.raises(Fault) as caught:
         environment.refuse_mismatch(tmp_path, tmp_path, sys.executable, wanted)
     assert caught.value.kind == "preflight"
-    assert caught.value.parts["why"].startswith("no-0: wanted 1, has none; no-1: wanted 1")
+    assert caught.value.parts["why"].startswith("no-0: wanted 1, has nothing; no-1: wanted 1")
     assert caught.value.parts["why"].endswith("(and 3 more: dflash-ops env check)")
     environment.refuse_mismatch(tmp_path, tmp_path, sys.executable, {**wanted, "check": False})
 

@@ -260,7 +260,44 @@ def test_not_activated(receiver: Receiver, made) -> None:
     code, done = receiver.deploy(*second, activate=False)
     assert code == 0 and done and done["previous"] == first[0].id
     assert releases.current(receiver.path) == first[0].id
+    third = made(3)
+    receiver.deploy(*third)
+    # What never was current is nothing to go back to, unless it is named.
+    assert receiver.ask("rollback", release=None)[1]["release"] == first[0].id
     assert receiver.ask("rollback", release=second[0].id)[1]["previous"] == first[0].id
+    receiver.ask("rollback", release=third[0].id)
+    assert receiver.ask("rollback", release=None)[1]["release"] == second[0].id
+    assert sorted(entry.name for entry in (receiver.path / "releases").iterdir()) == releases.names(receiver.path)
+
+
+def test_what_never_was_current_is_named_where_there_is_nothing_else(receiver: Receiver, made) -> None:
+    receiver.deploy(*made(1), activate=False)
+    second = made(2)
+    receiver.deploy(*second)
+    code, answer = receiver.ask("rollback", release=None)
+    assert (code, answer["kind"]) == (8, "not_found") and "never was" in answer["why"]
+    receiver.ask("prune", keep=1, dry_run=False)
+    receiver.ask("prune", keep=1, dry_run=False)
+    assert [entry.name for entry in (receiver.path / "releases").iterdir()] == [second[0].id]
+
+
+def test_harm_that_releases_share_is_told_with_one_that_is_whole(receiver: Receiver, made) -> None:
+    first, second, third = made(1), made(2), made(3)
+    receiver.deploy(*first)
+    (third[1] / "trainer" / "same.py").write_text("it shares this with none\n")
+    third = (Release(third[0].created_at, None, read(receiver.shell, Source(third[1])).manifest), third[1])
+    receiver.deploy(*third)
+    second = (Release(third[0].created_at + timedelta(1), None, second[0].manifest), second[1])
+    receiver.deploy(*second)
+    place = receiver.path / "releases" / first[0].id / "trainer" / "same.py"
+    place.chmod(0o644)
+    place.write_text("the same ALWAYS\n" * 3000)
+    place.chmod(0o444)
+    code, answer = receiver.ask("rollback", release=first[0].id)
+    assert code == 9 and "dflash-ops deploy" in answer["next"] and f"rollback {third[0].id}" in answer["next"]
+    code, done = receiver.deploy(Release(WHEN + timedelta(9), None, second[0].manifest), second[1])
+    assert code == 0 and done  # it healed what it needs
+    releases.verify(receiver.path / "current", done["release"])
 
 
 def test_the_other_end_may_leave_at_any_time(receiver: Receiver, made, shell: Shell) -> None:
