@@ -79,6 +79,16 @@ class Failure:
         for wake in self._wakes:
             wake()
 
+    def came(self, error: BaseException, worker: str, where: str, failed: Callable[[BaseException], None]) -> None:
+        """An error of a worker, in its thread: if it is the first, `failed` sees it, and then it is told."""
+        if not self.claim(error, f"the worker {worker}"):
+            return
+        with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
+            failed(error)
+        with contextlib.suppress(Exception):
+            error.add_note(f"raised in the worker {worker}{where}")
+        self.tell()
+
 
 class Channel(Generic[T]):
     """A bounded queue from several threads to several, in the order of the items' numbers: 0, 1, 2, ...
@@ -164,6 +174,19 @@ class Worker(threading.Thread):
         self.index = index
         self.watch = Stopwatch()
         self.item: int | None = None  # the number of the item that it has, or had last
+
+
+def joined(workers: Sequence[Worker]) -> list[str]:
+    """Waits for threads that were told to stop; the names of those that don't: what was learned is worth more."""
+    end = time.monotonic() + JOIN_SECONDS
+    left: list[str] = []
+    for worker in workers:
+        if worker.ident is None:  # never started
+            continue
+        worker.join(max(0.0, end - time.monotonic()))
+        if worker.is_alive():
+            left.append(worker.name)
+    return left
 
 
 def left_running() -> bool:
@@ -261,18 +284,11 @@ class Pipeline(Generic[T]):
         except Closed:
             pass
         except BaseException as error:  # whatever it is, the caller must see it and the others must stop
-            self._stop_for(error, worker)
+            if not self._left:  # what fails because all is stopping says nothing
+                where = f", at item {worker.item} of the source, counted from 0"
+                self._failure.came(error, repr(worker.name), where, self._failed)
         finally:
             worker.watch.turn("ended")
-
-    def _stop_for(self, error: BaseException, worker: Worker) -> None:
-        if self._left or not self._failure.claim(error, f"the worker {worker.name!r}"):
-            return  # what fails because all is stopping says nothing
-        with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
-            self._failed(error)
-        with contextlib.suppress(Exception):
-            error.add_note(f"raised in the worker {worker.name!r}, at item {worker.item} of the source, counted from 0")
-        self._failure.tell()
 
     # What the caller sees.
 
@@ -342,13 +358,7 @@ class Pipeline(Generic[T]):
     def _leave(self) -> None:
         self._left = True
         self._close()
-        end = time.monotonic() + JOIN_SECONDS
-        for worker in self._workers:
-            if worker.ident is None:  # never started
-                continue
-            worker.join(max(0.0, end - time.monotonic()))
-            if worker.is_alive():
-                self.left_behind.append(worker.name)
+        self.left_behind = joined(self._workers)
 
     def _close(self) -> None:
         for channel in self._channels:

@@ -16,7 +16,6 @@ nothing here waits for a device, except for an old checksum.
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import fields, replace
@@ -32,7 +31,7 @@ from trainer.features import FeatureBatch
 from trainer.learner import Learner, Measured, StepFigures, Verdict
 from trainer.loss import LossTerms
 from trainer.optim import divide_gradients, gradient_norms, total_norm
-from trainer.pipeline import JOIN_SECONDS, LOOK_SECONDS, Failure, Worker
+from trainer.pipeline import LOOK_SECONDS, Failure, Worker, joined
 from trainer.reduction import Reduce, Reduction
 from trainer.snapshot import Trained
 from trainer.start import TrainingError
@@ -266,7 +265,8 @@ class Replicas:
                             queued.popleft().synchronize()
                     self._done(worker.index)
         except BaseException as error:  # whatever it is, the caller must see it and the others must stop
-            self._stop_for(error, worker)
+            if not self._closed:  # what fails because all is stopping says nothing
+                self._failure.came(error, self._named(worker.index), "", self._failed)
         finally:
             worker.watch.turn("ended")
 
@@ -293,15 +293,6 @@ class Replicas:
         with self._changed:
             self._at_work[number] = False
             self._changed.notify_all()
-
-    def _stop_for(self, error: BaseException, worker: Worker) -> None:
-        if self._closed or not self._failure.claim(error, f"the worker {self._named(worker.index)}"):
-            return  # what fails because all is stopping says nothing
-        with contextlib.suppress(Exception):  # a diagnosis that fails must not hide what it is of
-            self._failed(error)
-        with contextlib.suppress(Exception):
-            error.add_note(f"raised in the worker {self._named(worker.index)}")
-        self._failure.tell()
 
     def _wake(self) -> None:
         with self._changed:
@@ -341,13 +332,7 @@ class Replicas:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        end = time.monotonic() + JOIN_SECONDS
-        for worker in self._workers:
-            if worker.ident is None:  # never started
-                continue
-            worker.join(max(0.0, end - time.monotonic()))
-            if worker.is_alive():
-                self.left_behind.append(worker.name)
+        self.left_behind = joined(self._workers)
         for inbox in self._inboxes:
             inbox.clear()
 
