@@ -1,6 +1,7 @@
 """Runs as values: what the container's facts mean, the commands that ask for them, and the reading of the answers.
 
-A run is a folder in its container; whoever asks gets the same truth. `Run.state` is judged here and nowhere else.
+A run is a folder in its container; whoever asks gets the same truth. `Run.state` is judged here, and
+an end by remote/rundir.py.
 """
 
 import json
@@ -31,7 +32,6 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 STALLED_CODE = 14
 STALL_MINUTES = 30.0
-_KILLED_WHEN_ASKED = {0, 128 + 2, 128 + 9, 128 + 15}
 
 
 class RunState(StrEnum):
@@ -139,7 +139,9 @@ class Run:
                 living = f"; {len(self.processes)} of its processes live" if self.processes else ""
                 return f"run {self.id} is lost{step}: its supervisor is gone and left no exit code{living}"
             case _:
-                how = f"signal {self.signal}, exit code {self.code}" if self.signal else f"exit code {self.code}"
+                how = "without an exit code" if self.code is None else f"exit code {self.code}"
+                if self.signal:
+                    how = f"signal {self.signal}, {how}"
                 if self.oom:
                     how += ", out of memory"
                 elif self.code == STALLED_CODE:
@@ -406,7 +408,7 @@ def run_of(facts: Mapping[str, Any]) -> Run:
     return Run(
         id=run_id,
         name=run_id[:-21],
-        state=judge(facts, status),
+        state=judge(facts),
         release=record.get("release"),
         gpus=tuple(record.get("gpus") or ()),
         created_at=record.get("created_at"),
@@ -427,23 +429,16 @@ def run_of(facts: Mapping[str, Any]) -> Run:
     )
 
 
-def judge(facts: Mapping[str, Any], status: Status | None) -> RunState:
-    """The state of a run. The trainer's own words count only where an exit code leaves a choice."""
-    ended: Mapping[str, Any] | None = facts["exit"]
+def judge(facts: Mapping[str, Any]) -> RunState:
+    """The state of a run; how one has ended is judged by remote/rundir.py, for its window and its webhooks too."""
+    ended: dict[str, Any] | None = facts["exit"]
     if ended is None:
         if facts["supervisor_alive"]:
             return {"stalled": RunState.STALLED, "waiting": RunState.WAITING}.get(
                 facts["state"].get("state"), RunState.RUNNING
             )
         return RunState.STARTING if facts["starting"] else RunState.LOST
-    code = ended.get("code")
-    finished = status is not None and status.state == "finished"
-    if ended.get("stopped") and not (finished and code == 0):
-        # Asked to stop, it ended cleanly or by the signals that a stop sends; any other end is its own failure.
-        return RunState.STOPPED if code is None or code in _KILLED_WHEN_ASKED else RunState.FAILED
-    if code == 0 and status is not None and status.state == "stopped":
-        return RunState.STOPPED  # by a signal that was not ours: it saved and ended before its last step
-    return RunState.FINISHED if code == 0 else RunState.FAILED
+    return RunState(rundir.how_it_ended(ended, facts["status"]))
 
 
 def log_header(line: bytes, place: str) -> tuple[str, int, int, bool]:

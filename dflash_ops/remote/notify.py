@@ -7,6 +7,7 @@ only, Python >= 3.9.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -32,7 +33,7 @@ def main(words: list[str]) -> int:
     for number, url in enumerate(urls(folder), start=1):
         problem = send(url, message)
         failed += bool(problem)
-        with open(folder / "notify.log", "a", encoding="utf-8") as log:
+        with contextlib.suppress(OSError), open(folder / "notify.log", "a", encoding="utf-8") as log:
             log.write(f"{rundir.now()} {event}: notification {number} {problem or 'sent'}\n")
     return 1 if failed else 0
 
@@ -65,7 +66,7 @@ def tell(folder: Path, python: str, event: str) -> None:
 
 def describe(folder: Path, event: str) -> dict[str, Any]:
     """The message: `text` for people (as Slack reads it; `content` is Discord's word for it), the rest for programs."""
-    ended = rundir.read_json(folder / "exit.json") or {}
+    ended = rundir.read_exit(folder) or {}
     status = rundir.read_json(folder / "status.json") or {}
     step, total = status.get("step"), status.get("total_steps")
     at = f" at step {step}/{total}" if step is not None else ""

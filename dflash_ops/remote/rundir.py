@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dflash_ops.remote import cgroups, logfile, processes
 from dflash_ops.remote.answers import Fault, beat
@@ -78,6 +79,7 @@ def exit_record(run_id: str, code: int | None, **more: Any) -> dict[str, Any]:
         "log_lost_bytes": 0,
         "left": [],
         "oom": False,
+        "stalled": False,
         "restarts": [],
     }
     return {**record, **more}
@@ -95,9 +97,14 @@ def sync_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]:
     """Held while a run is being made, so that two starts, or a start and a stop, see each other whole."""
-    folder = path / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "start.lock", "ab") as file:
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(_lock_file(path))
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            yield  # no file can be made there: nobody makes a run
+            return
 
         def taken() -> bool:
             try:
@@ -107,9 +114,20 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
             return True
 
         if not processes.wait_until(taken, seconds, on_wait=lambda left: beat("another start is going on", left)):
-            why = f"{folder / 'start.lock'} was held for {seconds:.0f} s"
+            why = f"{path / 'locks' / 'start.lock'} was held for {seconds:.0f} s"
             raise Fault("busy", "another start is going on", why, "run it again later")
         yield
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    file = path / "locks" / "start.lock"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return open(file, "ab")
+    except OSError as error:
+        if error.errno != errno.EROFS or not file.exists():
+            raise
+        return open(file, "rb")  # a lock needs no right to write
 
 
 def folders(path: Path) -> list[Path]:
@@ -163,6 +181,18 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int
 
 
+def _is_code(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= 255
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -195,29 +225,33 @@ _STATE_FIELDS = {
     "restarts": _are(_is_record),
 }
 _EXIT_FIELDS = {
-    "code": _is_integer,
-    "signal": _is_integer,
+    "code": _is_code,
+    "signal": _is_code,
     "ended_at": _is_text,
     "seconds": _is_number,
+    "stopped": _is_flag,
     "last_lines": _are(_is_text),
-    "log_lost_bytes": _is_integer,
+    "log_lost_bytes": _is_count,
+    "left": _are(_is_record),
+    "oom": _is_flag,
+    "stalled": _is_flag,
     "restarts": _are(_is_record),
 }
 
 
 def facts(folder: Path, boot: str) -> dict[str, Any]:
     """What the run's folder and the process table say; what it means is for `dflash_ops.runs` to judge."""
-    ended = read_json(folder / "exit.json")
+    ended = read_exit(folder)
     state = _sound(read_json(folder / "state.json") or {}, _STATE_FIELDS)
     same_boot = state.get("boot_id") == boot
     supervisor_alive = same_boot and processes.alive(state.get("supervisor"))
     if ended is None and not supervisor_alive:
-        ended = read_json(folder / "exit.json")  # it may have ended between the two looks
+        ended = read_exit(folder)  # it may have ended between the two looks
     return {
         "run_id": folder.name,
         "run": read_run(folder),
         "state": state,
-        "exit": None if ended is None else _sound(ended, _EXIT_FIELDS),
+        "exit": ended,
         "status": read_json(folder / "status.json"),
         "supervisor_alive": supervisor_alive,
         "child_alive": same_boot and processes.alive(state.get("child")),
@@ -230,6 +264,29 @@ def facts(folder: Path, boot: str) -> dict[str, Any]:
 def read_run(folder: Path) -> dict[str, Any]:
     """run.json, as far as it is ours."""
     return _sound(read_json(folder / "run.json") or {}, _RUN_FIELDS)
+
+
+def read_exit(folder: Path) -> dict[str, Any] | None:
+    """exit.json, as far as it is ours; None while there is none."""
+    ended = read_json(folder / "exit.json")
+    return None if ended is None else _sound(ended, _EXIT_FIELDS)
+
+
+# By the signals that a stop sends, or cleanly: with any other code a stopped trainer has failed by itself.
+_CODES_OF_A_STOP = (None, 0, 128 + 2, 128 + 9, 128 + 15)
+_CODE_OF_AN_ABORT = 128 + 6
+
+
+def how_it_ended(ended: dict[str, Any], status: dict[str, Any] | None) -> str:
+    """finished, stopped or failed, for everybody who tells. ended: exit.json; status: status.json, which counts only
+    where the exit code leaves a choice."""
+    code, said = ended.get("code"), (status or {}).get("state")
+    if ended.get("stopped") and not (said == "finished" and code == 0):
+        aborted = bool(ended.get("stalled")) and code == _CODE_OF_AN_ABORT  # by us, before the stop
+        return "stopped" if code in _CODES_OF_A_STOP or aborted else "failed"
+    if code == 0 and said == "stopped":
+        return "stopped"  # by a signal that was not ours: it saved and ended before its last step
+    return "finished" if code == 0 else "failed"
 
 
 def _is_new(folder: Path) -> bool:

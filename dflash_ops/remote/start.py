@@ -9,6 +9,7 @@ Python >= 3.9.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -214,6 +215,8 @@ def _prepare(
         rundir.write_json(draft / "run.json", run)
         _write_tools(draft / "ops")
     except OSError as error:
+        if error.errno == errno.EROFS:
+            raise
         raise answers.Fault(
             "preflight",
             "the run's folder can't be made",

@@ -7,6 +7,7 @@ Python >= 3.9.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -150,10 +151,13 @@ def _end_supervisor(folder: Path, supervisor: processes.Process) -> None:
     processes.send(supervisor, signal.SIGKILL)
     processes.wait_until(lambda: not processes.alive(supervisor.identity()), 5.0)
     if not (folder / "exit.json").exists():
-        rundir.write_json(folder / "exit.json", rundir.exit_record(folder.name, None, stopped=True))
+        with contextlib.suppress(OSError):  # a disk that takes nothing: the run is lost then
+            rundir.write_json(folder / "exit.json", rundir.exit_record(folder.name, None, stopped=True))
 
 
 def _ended(exit_record: dict[str, Any]) -> str:
     if exit_record.get("ended_at") is None:
         return "it has ended; its record does not say how"
-    return f"it ended at {exit_record['ended_at']} with exit code {exit_record.get('code')}"
+    if exit_record.get("code") is None:
+        return f"it ended at {exit_record['ended_at']} without an exit code"
+    return f"it ended at {exit_record['ended_at']} with exit code {exit_record['code']}"

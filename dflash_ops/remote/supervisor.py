@@ -45,7 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @dataclass(frozen=True)
 class Outcome:
     """How one attempt ended. code: as a shell tells it. stopped: a stop had been asked for before. progressed: it did a
-    step. left: what would not die."""
+    step. left: what would not die. stalled: it was being ended since it hung."""
 
     code: int
     signal: int | None = None
@@ -53,6 +53,7 @@ class Outcome:
     oom: bool = False
     progressed: bool = False
     left: tuple[dict[str, Any], ...] = ()
+    stalled: bool = False
 
     @property
     def can_heal(self) -> bool:
@@ -112,13 +113,14 @@ class _Supervisor:
             stopped=outcome is None or outcome.stopped,
             left=list(outcome.left) if outcome else [],
             oom=bool(outcome and outcome.oom),
+            stalled=bool(outcome and outcome.stalled),
             restarts=self._restarts,
         )
         cgroups.remove(self._state["cgroup"], self._run["run_id"])
         _record(self._folder, self._reserve, self._log, record)
         if (self._folder / "state.json").exists():
             self._tell(state="exited")
-        notify.tell(self._folder, sys.executable, self._event(record))
+        tell_end(self._folder, record)
 
     @property
     def _may_restart(self) -> bool:
@@ -149,7 +151,7 @@ class _Supervisor:
                 self._tell_stall(dog, child)
             if dog.stalled and ending is None and self._may_restart and not _Signals.stop_asked:
                 ending = _Ending(child, min(_STALL_GRACE, 60 * self._minutes))
-            if ending is not None:
+            if ending is not None and not _Signals.stop_asked:  # the rest is for whoever stops it
                 ending.go_on()
             self._pump.turn(dog.every if ending is None else 0.1)
         stopped = _Signals.stop_asked  # a stop that comes now comes too late: it has ended by itself
@@ -158,18 +160,18 @@ class _Supervisor:
         self._pump.drain()
         code = os.waitstatus_to_exitcode(status)
         number = -code if code < 0 else None
-        code = STALLED_CODE if ending is not None else 128 + number if number else code
+        stalled = ending is not None
+        code = STALLED_CODE if stalled and not stopped else 128 + number if number else code
         progressed = watch.did_a_step_since(self._folder, began)
         oom = oom and code == 128 + signal.SIGKILL
         if oom:
             self._log.note("the kernel killed the trainer: the container's memory was full (OOM)")
-        return Outcome(code, number, stopped, oom, progressed, tuple(left))
+        return Outcome(code, number, stopped, oom, progressed, tuple(left), stalled)
 
     def _wait(self, outcome: Outcome) -> bool:
         """Waits before the next attempt, longer each time; whether there shall be one."""
         number = len(self._restarts)
-        first = self._run.get("restart_wait")
-        seconds = min((_RESTART_WAIT if first is None else first) * 2**number, _LONGEST_WAIT)
+        seconds = wait_before(number, self._run.get("restart_wait"))
         record = {
             "attempt": number + 1,
             "code": outcome.code,
@@ -212,11 +214,16 @@ class _Supervisor:
         else:
             self._told = True
 
-    def _event(self, record: dict[str, Any]) -> str:
-        status = rundir.read_json(self._folder / "status.json") or {}
-        if record["code"] == 0 and status.get("state") != "stopped" and not record["stopped"]:
-            return "finished"
-        return "stopped" if record["stopped"] or record["code"] == 0 else "failed"
+
+def wait_before(number: int, first: float | None) -> float:
+    """Seconds before restart `number`, counted from 0; first: of the first one."""
+    return min((_RESTART_WAIT if first is None else first) * 2 ** min(number, 20), _LONGEST_WAIT)
+
+
+def tell_end(folder: Path, record: dict[str, Any]) -> None:
+    """Notifies of the end that exit.json tells of; the record itself, as the disk may not have taken it."""
+    status = rundir.read_json(folder / "status.json")
+    notify.tell(folder, sys.executable, rundir.how_it_ended(record, status))
 
 
 class _Ending:
@@ -387,7 +394,8 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
 
 
 def _record(folder: Path, reserve: Path, log: Log, record: dict[str, Any]) -> None:
-    """Writes exit.json, on a full disk into the room that was kept for it."""
+    """Writes exit.json, on a full disk into the room that was kept for it. Where nothing can be written the run is
+    lost, but no more than that: who is to be told of its end is told."""
     log.close()
     record.update(last_lines=log.last_lines(), log_lost_bytes=log.lost)
 
@@ -396,7 +404,8 @@ def _record(folder: Path, reserve: Path, log: Log, record: dict[str, Any]) -> No
             rundir.write_json(folder / "exit.json", record)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                sys.stderr.write(f"dflash-ops: exit.json can't be written: {error}\n")  # a read-only disk, say
+                return True
             with contextlib.suppress(OSError):
                 reserve.unlink()
             record["last_lines"] = [line[-200:] for line in record["last_lines"]]

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from dflash_ops.remote import answers, logfile, processes, rundir, stop
 
@@ -76,11 +75,12 @@ def _ask(folder: Path) -> None:
 
 
 def _verdict(folder: Path) -> str:
-    ended: dict[str, Any] | None = rundir.read_json(folder / "exit.json")
+    ended = rundir.read_exit(folder)
     if ended is None:
         return f"run {folder.name} is lost: its supervisor is gone and left no exit code"
-    word = "stopped" if ended["stopped"] else "finished" if ended["code"] == 0 else "failed"
-    return f"run {folder.name} {word}, exit code {ended['code']}"
+    word = rundir.how_it_ended(ended, rundir.read_json(folder / "status.json"))
+    code = ended.get("code")
+    return f"run {folder.name} {word}, {'without an exit code' if code is None else f'exit code {code}'}"
 
 
 def _watched() -> bool:

@@ -39,11 +39,14 @@ class Watchdog:
         self.stalled = False
 
     def look(self, log_end: int) -> bool:
-        """Whether it has just begun to stall, or just gone on: `stalled` says which. log_end: bytes of the log so far;
+        """Whether it has just begun to stall, or just gone on: `stalled` says which. Between two looks twice `every`
+        counts at most. log_end: bytes of the log so far;
         our own notes in it belong to `forgive`."""
         now = time.monotonic()
         if not self._seconds or now - self._looked < self.every:
             return False
+        # Time in which we were stopped ourselves (SIGSTOP, a suspended container) is no time without progress.
+        self._since += max(0.0, now - self._looked - 2 * self.every)
         self._looked = now
         status = rundir.read_json(self._folder / "status.json") or {}
         step = status.get("step")

@@ -4,8 +4,9 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import stand_in
 from stand_in import LocalBox, carriers, exists, retry_until
 
 from dflash_ops import runs
-from dflash_ops.remote import cgroups, notify, processes, rundir, watch
+from dflash_ops.remote import answers, cgroups, notify, processes, rundir, supervisor, view, watch
 from dflash_ops.remote.supervisor import Outcome
 from dflash_ops.runs import RunState
 
@@ -152,11 +153,13 @@ def test_progress_before_the_first_step_is_anything_written(tmp_path: Path, monk
 
     def after(seconds: float, log_end: int, **status: Any) -> tuple[bool, bool]:
         nonlocal moment
-        moment += seconds
         if status:
             (tmp_path / "status.json").write_text(json.dumps(status))
-        changed = dog.look(log_end)
-        return changed, dog.stalled
+        changes = 0
+        for _ in range(int(seconds)):
+            moment += 1.0
+            changes += dog.look(log_end)
+        return changes == 1, dog.stalled
 
     dog = watch.Watchdog(tmp_path, 1.0)
     assert after(59, 0) == (False, False)
@@ -167,9 +170,14 @@ def test_progress_before_the_first_step_is_anything_written(tmp_path: Path, monk
     assert after(5, 99) == (False, True)  # our own note of it
     assert after(1, 100) == (True, False)
     assert after(30, 100, state="training", step=1, updated_at="2") == (False, False)
-    assert after(50, 1000, state="training", step=1, updated_at="3") == (False, False)
+    assert after(29, 1000, state="training", step=1, updated_at="3") == (False, False)
     assert after(11, 2000, state="training", step=1, updated_at="4") == (True, True)  # words are no step
     assert after(1, 2000, state="training", step=2, updated_at="5") == (True, False)
+    # Two minutes in which we were frozen ourselves: two looks' time of them counts.
+    assert after(59, 2000, state="training", step=3, updated_at="6") == (False, False)
+    moment += 120.0
+    dog.look(2000)
+    assert dog.quiet_seconds == 60.0
     never = watch.Watchdog(tmp_path, 0)
     moment += 1e6
     assert not never.look(0) and not never.stalled
@@ -184,6 +192,118 @@ def test_a_signal_is_sent_only_where_it_is_caught() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not watch.catches(me, signal.SIGUSR1) and not watch.catches(me, signal.SIGKILL)
+
+
+def test_a_stop_of_a_trainer_that_is_being_ended_is_a_stop(box: LocalBox) -> None:
+    config = "records = yes\nhangs_at = 2\nsigterm = ignored"
+    folder = box.start("a", config, restart=1, restart_wait=0.01, stall_minutes=0.003)
+    trainer = box.trainer(folder)
+    retry_until(lambda: run_of(box, "a").state is RunState.STALLED)
+    code, reply = box.stop("a", grace=0.3)
+    run = runs.run_of(reply["facts"])
+    if run.restarts:  # the machine was slow: it was another attempt already
+        assert exists(trainer) is False
+        return
+    assert (code, run.state) == (0, RunState.STOPPED) and run.code in (134, 137), run
+    assert reply["facts"]["exit"]["stalled"] is True and "stalled" not in run.verdict()
+
+
+def test_many_restarts_do_not_overflow() -> None:
+    assert [supervisor.wait_before(number, None) for number in (0, 1, 5, 6, 5000)] == [10.0, 20.0, 320.0, 600.0, 600.0]
+    assert supervisor.wait_before(5000, 0.0) == 0.0
+
+
+# -- how it ended, for everybody
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "word"),
+    [
+        ({"code": 0}, "finished", "finished"),
+        ({"code": 0}, "stopped", "stopped"),
+        ({"code": 0, "stopped": True}, "finished", "finished"),  # it finished while it was being stopped
+        ({"code": 0, "stopped": True}, "stopped", "stopped"),
+        ({"code": 1, "stopped": True}, "training", "failed"),  # its own answer to SIGTERM
+        ({"code": 143, "stopped": True}, "training", "stopped"),
+        ({"code": None, "stopped": True}, None, "stopped"),
+        ({"code": 134, "stopped": True}, "training", "failed"),
+        ({"code": 134, "stopped": True, "stalled": True}, "training", "stopped"),
+        ({"code": 7}, "training", "failed"),
+        ({}, None, "failed"),
+    ],
+)
+def test_status_window_and_webhook_tell_the_same(
+    ended: dict[str, Any], said: str | None, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "a-20261129-120000-abcd"
+    folder.mkdir(parents=True)
+    (folder / "exit.json").write_text(json.dumps(ended))
+    if said is not None:
+        (folder / "status.json").write_text(json.dumps({"state": said, "step": 1, "total_steps": 2}))
+    run = runs.run_of(rundir.facts(folder, processes.boot_id()))
+    assert (run.state.value, f"{folder.name} {word}, " in view._verdict(folder)) == (word, True)  # pyright: ignore[reportPrivateUsage]
+    assert "None" not in run.verdict() + view._verdict(folder)  # pyright: ignore[reportPrivateUsage]
+    told: list[str] = []
+
+    def tell(folder: Path, python: str, event: str) -> None:
+        told.append(event)
+
+    monkeypatch.setattr(notify, "tell", tell)
+    supervisor.tell_end(folder, ended)
+    assert told == [word]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"code": 256}, {"code": -1}, {"stopped": 1}, {"left": 3}, {"oom": "no"}, {"signal": 1000}, {"log_lost_bytes": -1}],
+)
+def test_a_field_that_can_not_be_is_none(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    folder = tmp_path / "a-20261129-120000-abcd"
+    folder.mkdir()
+    (folder / "exit.json").write_text(json.dumps({"code": 1, **damaged}))
+    ended = rundir.read_exit(folder)
+    assert ended is not None and not ended.keys() & damaged.keys()
+
+
+# -- a disk that has become read-only
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A file system, and what makes it read-only."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", place], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield place, lambda: subprocess.run(["mount", "-o", "remount,ro", place], check=True) and None
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("with_lock", [True, False])
+def test_a_disk_that_became_read_only_hinders_no_stop(
+    frozen: tuple[Path, Callable[[], None]], with_lock: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, freeze = frozen
+    stand_in.make_release(place)
+    folder = place / "runs" / "a-20261129-120000-abcd"
+    folder.mkdir(parents=True)
+    if with_lock:
+        with rundir.start_lock(place):
+            pass
+    freeze()
+    with rundir.start_lock(place):
+        if with_lock:
+            with pytest.raises(answers.Fault, match="another start"), rundir.start_lock(place, 0.1):
+                pass
+    code, reply = stand_in.call("stop", {"path": str(place), "run": folder.name, "grace": 1})
+    assert (code, reply["kind"]) == (8, "not_found")  # it is judged, and not refused for the disk
+    code, reply = stand_in.call("start", stand_in.start_parameters(place, "b", ""))
+    assert (code, "read-only" in reply["what"], "findmnt" in reply["next"]) == (6, True, True)
+    log = supervisor.Log(folder / "log")
+    supervisor._record(folder, folder / ".room", log, rundir.exit_record(folder.name, 0))  # pyright: ignore[reportPrivateUsage]
+    assert "can't be written" in capsys.readouterr().err and not (folder / "exit.json").exists()
 
 
 # -- memory
