@@ -145,7 +145,8 @@ def wait(
 
     container = find_container(inventory, target)
     with Shell() as shell:
-        found = train.wait(shell, container, run or train.newest(shell, container).id, timeout=timeout)
+        name = run or train.newest(shell, container).id
+        found = leave_by_ctrl_c(lambda: train.wait(shell, container, name, timeout=timeout))
     render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
     raise typer.Exit(found.own_code)
 

@@ -4,6 +4,7 @@ its value.
 cli.py mounts `app` as `train`. Verbs are imported when they are called.
 """
 
+import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Start, watch and stop training runs in the container.", no_args_is_help=True)
 
+
+def _finite(value: float | None) -> float | None:
+    """Seconds or minutes; what has no end is not written as inf."""
+    if value is not None and not math.isfinite(value):
+        raise UsageFault(f"{value} is no number of seconds or minutes", next="give a number; --stall-minutes 0: never")
+    return value
+
+
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes one key of the config. Repeatable.")
 ]
@@ -39,7 +48,12 @@ Restarts = Annotated[
 ]
 StallMinutes = Annotated[
     float | None,
-    typer.Option(min=0, metavar="M", help="Without a new step for so long the run is stalled; 0: never. Default: 30."),
+    typer.Option(
+        min=0,
+        metavar="M",
+        callback=_finite,
+        help="Without a new step for so long the run is stalled; 0: never. Default: 30.",
+    ),
 ]
 Notify = Annotated[
     list[str] | None,
@@ -52,7 +66,7 @@ Notify = Annotated[
 ShareGpus = Annotated[bool, typer.Option("--share-gpus", help="Starts though others use its GPUs.")]
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Shows the log until the run ends.")]
 Wait = Annotated[bool, typer.Option("-w", "--wait", help="Waits for the end, and exits with the run's own code.")]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds for the trainer to save and end.")]
+Grace = Annotated[float, typer.Option(min=0, callback=_finite, help="Seconds for the trainer to save and end.")]
 
 
 @app.command()
@@ -164,7 +178,8 @@ def restart(
 
     changes(runs.StartRequest("a", None, ""))  # what can't be is said before anything is stopped
     with Shell() as shell:
-        with _waiting() as on_wait:
+        look = f"dflash-ops train status {run or ''}"
+        with _waiting() as on_wait, _goes_on("what was begun of the restart", look):
             started = train.restart(
                 shell, container, run, changes=changes, grace=grace, on_wait=on_wait, on_stopped=on_stopped
             )
@@ -199,11 +214,11 @@ def stop(
     container = find_container(inventory, target)
     with Shell() as shell:
         if session is not None:
-            with _waiting() as on_wait:
+            with _waiting() as on_wait, _goes_on("the end of the session", "dflash-ops train list --all"):
                 ended = train.stop_session(shell, container, session, grace=grace, on_wait=on_wait)
             render.show(ended.to_json(), as_json=as_json, people=lambda: render_runs.show_session_stopped(ended))
         else:
-            with _waiting() as on_wait:
+            with _waiting() as on_wait, _goes_on("the stop", f"dflash-ops train wait {run or ''}"):
                 stopped = train.stop(shell, container, run, grace=grace, on_wait=on_wait)
             render.show(stopped.to_json(), as_json=as_json, people=lambda: render_runs.show_stopped(stopped))
 
@@ -250,6 +265,16 @@ def _go_on(
     else:
         render_runs.note_verdict(ended)
     raise typer.Exit(ended.own_code if wait else ended.exit_code)
+
+
+@contextmanager
+def _goes_on(what: str, next: str) -> Generator[None, None, None]:
+    """Ctrl-C leaves what the container does; it does not undo it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        render.note(f"{what} goes on in the container: {next.strip()}")
+        raise typer.Exit(130) from None
 
 
 @contextmanager

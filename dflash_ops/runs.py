@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -235,6 +236,21 @@ def check_url(url: str) -> str:
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", url):
         raise UsageFault(
             "--notify needs a URL", why="what was given has no scheme, or spaces", next="--notify https://..."
+        )
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme not in ("http", "https") or (parts.hostname and (parts.port is None or parts.port))
+    except ValueError:
+        parts, named = None, False
+    if parts is None or not named:
+        raise UsageFault(
+            "--notify needs a URL", why="what was given names no host or a bad port", next="--notify https://..."
+        )
+    if parts.scheme in ("http", "https") and "@" in parts.netloc:
+        raise UsageFault(
+            "a webhook takes no user and password in its URL",
+            why="they would not be sent",
+            next="apprise sends them, with them percent-encoded: --notify jsons://USER:PASSWORD@HOST/PATH",
         )
     return url
 

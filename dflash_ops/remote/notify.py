@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,39 @@ from dflash_ops.remote import processes, rundir
 
 _TRIES = 3
 _SECONDS = 10.0
+_DEADLINE = 30.0  # for one URL, all tries
+_MOST_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
 _LINES = 5
 
 
 def main(words: list[str]) -> int:
     folder, event = Path(words[0]), words[1]
     message = describe(folder, event)
-    failed = 0
-    for number, url in enumerate(urls(folder), start=1):
+    failed: list[int] = []
+
+    def tell_one(number: int, url: str) -> None:
         problem = send(url, message)
-        failed += bool(problem)
+        note(number, problem)
+
+    def note(number: int, problem: str) -> None:
+        if problem:
+            failed.append(number)
         with contextlib.suppress(OSError), open(folder / "notify.log", "a", encoding="utf-8") as log:
             log.write(f"{rundir.now()} {event}: notification {number} {problem or 'sent'}\n")
+
+    # Side by side, so that one which hangs delays no other; daemons, since a resolver or a plug-in may hang for good.
+    threads = [
+        threading.Thread(target=tell_one, args=(number, url), daemon=True)
+        for number, url in enumerate(urls(folder), start=1)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _DEADLINE
+    for number, thread in enumerate(threads, start=1):
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            note(number, f"failed: no answer in {_DEADLINE:.0f} s")
     return 1 if failed else 0
 
 
@@ -96,24 +118,48 @@ def send(url: str, message: dict[str, Any]) -> str:
     """What went wrong, without the URL, which may hold a token; empty when it was taken."""
     if not is_webhook(url):
         return _by_apprise(url, message)
-    import urllib.request  # here, since every start and every supervisor imports this file
-
     problem = ""
     for tried in range(_TRIES):
         time.sleep(tried)
         try:
-            request = urllib.request.Request(
-                url, json.dumps(message).encode(), {"Content-Type": "application/json", "User-Agent": "dflash-ops"}
-            )
-            with urllib.request.urlopen(request, timeout=_SECONDS):
-                return ""
+            return _post(url, json.dumps(message).encode())
         except Exception as error:
             code = getattr(error, "code", None)
             why = f"HTTP {code}" if code else str(getattr(error, "reason", type(error).__name__))
             problem = f"failed: {why}"
-            if code is not None and 400 <= code < 500 and code != 429:
+            if code is not None and code < 500 and code != 429:
                 return problem  # it will not be taken the next time either
     return problem
+
+
+def _post(url: str, body: bytes) -> str:
+    """Empty when it was taken; a redirect to another host is a failure that no other try would mend. Raises what
+    urllib does for everything else."""
+    import urllib.error  # here, since every start and every supervisor imports this file
+    import urllib.parse
+    import urllib.request
+
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        """urllib would make a GET without the message of a POST, and take its answer for success."""
+
+        def redirect_request(self, *_: Any, **__: Any) -> None:
+            return None
+
+    opener = urllib.request.build_opener(NoRedirect)
+    headers = {"Content-Type": "application/json", "User-Agent": "dflash-ops"}
+    host = urllib.parse.urlsplit(url).netloc
+    for _ in range(_MOST_REDIRECTS + 1):
+        try:
+            with opener.open(urllib.request.Request(url, body, headers), timeout=_SECONDS):
+                return ""
+        except urllib.error.HTTPError as error:
+            if error.code not in _REDIRECTS:
+                raise
+            url = urllib.parse.urljoin(url, error.headers.get("Location") or "")
+            to = urllib.parse.urlsplit(url)
+            if to.netloc != host or to.scheme not in ("http", "https"):
+                return f"failed: HTTP {error.code} leads to another place; give its URL itself"
+    return "failed: it leads in a circle"
 
 
 def is_webhook(url: str) -> bool:

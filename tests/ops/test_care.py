@@ -359,6 +359,8 @@ class Hook:
         self.got: list[dict[str, Any]] = []
         answers = list(codes)
         got = self.got
+        self.location = ""
+        hook = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -367,6 +369,12 @@ class Hook:
                 if code == 200:
                     got.append(json.loads(body))
                 self.send_response(code)
+                if 300 <= code < 400:
+                    self.send_header("Location", hook.location)
+                self.end_headers()
+
+            def do_GET(self) -> None:  # what a redirected POST must not become
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -426,6 +434,41 @@ def test_a_webhook_is_tried_again_where_that_helps(monkeypatch: pytest.MonkeyPat
         assert notify.send(hook.url, {"a": 1}) == "" and hook.got == [{"a": 1}]
     with Hook(404) as hook:
         assert notify.send(hook.url, {}) == "failed: HTTP 404" and hook.got == []
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_no_success_but_where_it_stays_on_the_host(code: int) -> None:
+    with Hook() as elsewhere, Hook(code) as hook:
+        hook.location = elsewhere.url
+        told = notify.send(hook.url, {"a": 1})
+        assert f"HTTP {code} leads to another place" in told and "hush" not in told
+        assert elsewhere.got == hook.got == []
+    with Hook(code) as hook:
+        hook.location = "/other"
+        assert notify.send(hook.url, {"a": 1}) == "" and hook.got == [{"a": 1}]
+    with Hook(*[code] * 10) as hook:
+        hook.location = "/round"
+        assert "circle" in notify.send(hook.url, {})
+
+
+def test_a_webhook_that_hangs_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a-20261129-120000-abcd"
+    folder.mkdir()
+    asked, sent = threading.Event(), threading.Event()
+
+    def send(url: str, message: dict[str, Any]) -> str:
+        (asked if url == "http://hangs" else sent).wait(20)
+        sent.set()
+        return ""
+
+    (folder / "notify").write_text("http://hangs\nhttp://good\n")
+    monkeypatch.setattr(notify, "send", send)
+    monkeypatch.setattr(notify, "_DEADLINE", 0.2)
+    sent.set()
+    assert notify.main([str(folder), "failed"]) == 1
+    asked.set()
+    said = (folder / "notify.log").read_text()
+    assert "notification 2 sent" in said and "notification 1 failed: no answer" in said
 
 
 def test_other_urls_go_through_apprise(box: LocalBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

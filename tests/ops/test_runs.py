@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dflash_ops import cli_train, render_runs, runs
+from dflash_ops import cli_runs, cli_train, render_runs, runs, train
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import answers, rundir
@@ -288,3 +288,41 @@ def test_printable() -> None:
         render_runs.printable("a\x1b[31mred\x1b[0m\tb\r\n\x1b]0;title\x07\x1b[2J\x00é")
         == "a\x1b[31mred\x1b[0m\tb\r\n?]0;title???é"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["stop", "a"], "the stop goes on in the container: dflash-ops train wait a\n"),
+        (["stop"], "the stop goes on in the container: dflash-ops train wait\n"),
+        (["stop", "--session", "x"], "goes on in the container: dflash-ops train list --all\n"),
+        (["restart", "a"], "goes on in the container: dflash-ops train status a\n"),
+        (["wait", "a"], "left it; the run goes on\n"),
+    ],
+)
+def test_ctrl_c_says_what_goes_on(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def place(*_: object) -> Container:
+        return BOX
+
+    for name in ("stop", "stop_session", "restart", "wait"):
+        monkeypatch.setattr(train, name, leave)
+    for module in (cli_train, cli_runs):
+        monkeypatch.setattr(module, "find_container", place)
+    done = CliRunner().invoke(cli_train.app, words)
+    assert done.exit_code == 130 and done.stderr.endswith(says), done.output
+
+
+@pytest.mark.parametrize("words", [["stop", "--grace", "inf"], ["restart", "--stall-minutes", "inf"]])
+def test_seconds_without_end_are_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(cli_train.app, words)
+    assert isinstance(done.exception, UsageFault) and "no number" in str(done.exception)
+
+
+@pytest.mark.parametrize("wrong", ["https://user:hush@x/y", "https://hush@x", "https:///hush", "https://x:hush/"])
+def test_a_webhook_that_can_not_be_sent_to_is_refused_and_not_shown(wrong: str) -> None:
+    with pytest.raises(UsageFault) as caught:
+        runs.check_url(wrong)
+    assert "hush" not in str(caught.value) and "--notify" in caught.value.next
