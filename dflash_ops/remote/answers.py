@@ -51,10 +51,10 @@ def system_fault(path: Path | None, error: OSError) -> Fault:
             while not path.exists():
                 path = path.parent
             return disk_full(path, f"{shutil.disk_usage(path).free} bytes are left")
-        if error.errno == errno.EROFS:
+        if error.errno == errno.EROFS and path.exists():
             advice = f"in the container: findmnt -T {path}; on the host: dmesg (a disk with errors becomes read-only)"
             return Fault("preflight", "the container's file system is read-only", why, advice, where)
-        if error.errno in (errno.EACCES, errno.EPERM):
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             return Fault("preflight", "the container does not let us write there", why, _CORRECT_PATH, where)
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST):
             return Fault("preflight", "the container has no such folder and can't make it", why, _CORRECT_PATH, where)
