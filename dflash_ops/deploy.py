@@ -183,7 +183,8 @@ def _deploy(
         talk = greeted.result()
         talk.say(_line(_described(manifest)))
         ready = _answer(shell, container, talk, _patience(manifest.size))
-        release = Release(later_than(ready["newest"], now()), reading.commit, manifest, user)
+        created_at = later_than(ready["newest"], now())
+        release = Release(created_at, reading.commit, manifest, user, reading.branch, reading.dirty)
         lacking, sent = _entries(manifest, ready["lacking"]), 0
         reused = len(manifest.files) - len(_files_of(manifest, ready["lacking"]))
         _check_room(container, ready, lacking, via)

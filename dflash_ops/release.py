@@ -82,12 +82,14 @@ class Manifest:
 @dataclass(frozen=True)
 class Release:
     """commit: the full id, None when the files come from no git repository. user: whose the files are in the
-    container, None for its root."""
+    container, None for its root. branch, dirty: as of the Reading."""
 
     created_at: datetime
     commit: str | None
     manifest: Manifest
     user: str | None = None
+    branch: str | None = None
+    dirty: bool | None = None
 
     @property
     def id(self) -> str:
@@ -101,6 +103,8 @@ class Release:
             "schema_version": SCHEMA_VERSION,
             "release": self.id,
             "commit": self.commit,
+            "branch": self.branch,
+            "dirty": self.dirty,
             "created_at": created_at,
             "user": self.user,
         }

@@ -55,11 +55,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Reading:
-    """What would be sent now. commit: None outside git."""
+    """What would be sent now. commit: None outside git; branch: None there and on none; dirty: whether anything of the
+    source differs from the commit, None outside git."""
 
     commit: str | None
     manifest: Manifest
     left_out: tuple[LeftOut, ...] = ()
+    branch: str | None = None
+    dirty: bool | None = None
 
 
 def choose(explicit: Path | None, inventory: Path | None, *, here: Path) -> Source:
@@ -106,7 +109,8 @@ def read(shell: Shell, source: Source) -> Reading:
             why = "git knows no file in it, and would add none"
         raise PreflightError("nothing to deploy", where=printable(str(source)), why=why, next="name another SOURCE")
     manifest = Manifest(files, tuple(name.rstrip("/") for name in folders))
-    return Reading(_git_commit(shell, source.root) if in_git else None, manifest, tuple(left_out))
+    commit, branch, dirty = _git_state(shell, source.root) if in_git else (None, None, None)
+    return Reading(commit, manifest, tuple(left_out), branch, dirty)
 
 
 @contextlib.contextmanager
@@ -278,10 +282,20 @@ def _git_empty_folders(shell: Shell, root: Path) -> list[str]:
     return [name for name in found if os.fsencode(name) + b"/" not in ignored]
 
 
-def _git_commit(shell: Shell, root: Path) -> str | None:
-    """The commit; None in a repository without one."""
-    head = _git(shell, root, "rev-parse", "--verify", "--quiet", "HEAD", missing_ok=True)
-    return head.decode().strip() or None
+def _git_state(shell: Shell, root: Path) -> tuple[str | None, str | None, bool]:
+    """The commit, None in a repository without one; the branch, None on none; whether files below root differ from the
+    commit, new ones that git does not ignore included. Takes no lock of the repository's."""
+    told = _git(shell, root, "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-z", "--", ".")
+    heads: dict[str, str] = {}
+    dirty = False
+    for line in told.split(b"\0"):
+        if line.startswith(b"# "):
+            _, name, *value = os.fsdecode(line).split(" ", 2)
+            heads[name] = "".join(value)
+        elif line:
+            dirty = True
+    commit, branch = heads.get("branch.oid"), heads.get("branch.head")
+    return None if commit == "(initial)" else commit, None if branch == "(detached)" else branch, dirty
 
 
 def _git(shell: Shell, root: Path, *words: str, stdin: bytes = b"", missing_ok: bool = False) -> bytes:

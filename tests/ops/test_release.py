@@ -105,7 +105,7 @@ def test_selection_is_sorted_by_bytes_and_without_doubles(found: list[str]) -> N
 def test_in_git_what_git_knows_and_what_it_would_add(tmp_path: Path, shell: Shell) -> None:
     tree(tmp_path, "src/kept.py", "src/deleted.py", "src/untracked.py", "src/ignored.log", "outside.py", "src/no.bin")
     (tmp_path / ".gitignore").write_text("*.log\n")
-    git(tmp_path, "init")
+    git(tmp_path, "init", "--initial-branch", "x/y")
     git(tmp_path, "add", "src/kept.py", "src/deleted.py")
     git(tmp_path, "commit", "-m", "x")
     (tmp_path / "src" / "deleted.py").unlink()
@@ -113,6 +113,15 @@ def test_in_git_what_git_knows_and_what_it_would_add(tmp_path: Path, shell: Shel
     reading = sources.read(shell, Source(tmp_path / "src"))
     assert [file.path for file in reading.manifest.files] == [".dflashignore", "kept.py", "untracked.py"]
     assert reading.commit is not None and len(reading.commit) == 40
+    assert (reading.branch, reading.dirty) == ("x/y", True)
+    (tmp_path / "src" / "deleted.py").touch()
+    git(tmp_path, "add", "src")
+    git(tmp_path, "commit", "-m", "y")
+    git(tmp_path, "checkout", "--detach")
+    clean = sources.read(shell, Source(tmp_path / "src"))  # outside of it a file is new
+    assert (clean.branch, clean.dirty, clean.commit == reading.commit) == (None, False, False)
+    record = Release(WHEN, clean.commit, clean.manifest, None, "b", clean.dirty).record()
+    assert (record["commit"], record["branch"], record["dirty"]) == (clean.commit, "b", False)
 
 
 def test_empty_folders_go_too(tmp_path: Path, shell: Shell) -> None:
@@ -132,7 +141,8 @@ def test_empty_folders_go_too(tmp_path: Path, shell: Shell) -> None:
 def test_a_repository_without_a_commit_has_none(tmp_path: Path, shell: Shell) -> None:
     tree(tmp_path, "a.py")
     git(tmp_path, "init")
-    assert sources.read(shell, Source(tmp_path)).commit is None
+    reading = sources.read(shell, Source(tmp_path))
+    assert (reading.commit, reading.dirty) == (None, True)
 
 
 def test_outside_git_every_file(tmp_path: Path, shell: Shell) -> None:
