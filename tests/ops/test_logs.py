@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy import Proxy
 from stand_in import retry_until
+from test_runs import ended, facts
 
 from dflash_ops import cli_runs, deploy, logs, runs, source, train
 from dflash_ops.command import Command, Container
@@ -141,6 +142,28 @@ def test_a_reader_that_is_killed_in_the_container_is_started_again(place: Contai
     assert bytes(got) == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
 
 
+def test_a_reader_that_dies_at_the_end_has_not_said_all(box: Box) -> None:
+    said = [
+        (137, b'{"ok": true, "run_id": "a", "offset": 0}\none\n'),
+        (0, b'{"ok": true, "run_id": "a", "offset": 4}\ntwo\n'),
+    ]
+    asked: list[int | None] = []
+
+    class Dying(Shell):
+        def stream(self, place: Any, command: Command, *, on_out: Any, **more: Any) -> int:
+            asked.append(json.loads(command.stdin)["parameters"]["offset"])
+            code, data = said[len(asked) - 1]
+            on_out(data)
+            return code
+
+        def ask(self, place: Any, query: Any, *, timeout: float | None = None) -> Any:
+            return runs.run_of(facts(exit=ended(0)))
+
+    got = bytearray()
+    assert logs.logs(Dying(), box.container, "a", on_out=got.extend).state is RunState.FINISHED
+    assert (bytes(got), asked) == (b"one\ntwo\n", [None, 4])
+
+
 def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> None:
     run = begin(shell, place, "steps = 16\npause = 0.1")
     assert cli("train", "logs", "-f", "--grep", "step", "-n", "2").stdout.endswith(b"step 15 \nstep 16 \n")
@@ -212,7 +235,8 @@ def test_frames_come_in_any_pieces(cuts: list[int]) -> None:
     assert (b"".join(got), taker.offset, taker.run_id) == (b"1\n2 3\nx\n", 41, "a")
     taker(b"50 9\nhalf")
     taker.expect_header()
-    assert taker.offset == 41
+    taker(b'{"ok": true, "run_id": "a", "offset": 41}\n50 2\ny\n')
+    assert (got[-1], taker.offset) == (b"y\n", 50)
 
 
 def test_bytes_of_a_log_that_are_gone_are_told() -> None:

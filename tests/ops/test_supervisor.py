@@ -363,7 +363,8 @@ def test_a_binary_log_arrives_as_it_was_written(box: Box) -> None:
         "follow", {"path": str(box.path), "run": "a", "offset": 100, "tail": None, "follow": True, "quiet": False}
     )
     header, _, data = done.stdout.partition(b"\n")
-    assert json.loads(header) == {"schema_version": 1, "ok": True, "run_id": folder.name, "offset": 100, "gone": 0}
+    told = {"schema_version": 1, "ok": True, "run_id": folder.name, "offset": 100, "gone": 0, "timed": True}
+    assert json.loads(header) == told
     assert data == (folder / "log").read_bytes()[100:]
     assert data.startswith(bytes(range(100, 256)))
 

@@ -103,7 +103,7 @@ def test_the_time_that_is_left() -> None:
     assert view(300, RunState.FINISHED).seconds_left is None
     assert view(1).seconds_left is None
     # Started again at step 200, in a process that is slower: only that one counts.
-    again = tuple({"step": step, "seconds": (step - 200) * 2.0} for step in range(201, 301))
+    again = tuple({"step": step, "seconds": (step - 200) * 2.0} for step in range(201, 206))
     assert replace(view(300), points=view(200).points + again).seconds_left == pytest.approx(1400)
 
 
@@ -257,6 +257,9 @@ def test_pictures_of_fetched_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         plot.write([one], tmp_path / "x.bmp")
     with pytest.raises(PreflightError, match="can't be written"):
         plot.write([one], tmp_path / "none" / "x.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(PreflightError, match="can't be written"):
+        plot.write([one], tmp_path / "folder.png")
     with pytest.raises(OpsError, match="nothing to draw"):
         plot.write([plot.Curve("a", "", ())], tmp_path / "x.png")
     with pytest.raises(NotFoundError, match="no metrics"):
@@ -264,7 +267,7 @@ def test_pictures_of_fetched_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(PreflightError, match=r"pip install 'dflash-ops\[plots\]'"):
         plot.write([one], tmp_path / "y.png")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a<b", "x.html", "x.png"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a<b", "folder.png", "x.html", "x.png"]
 
 
 def test_smoothing() -> None:
