@@ -20,6 +20,7 @@ PART_BYTES = 64 << 20
 PARTS = 8
 LAST_LINES = 50
 _TAIL_BYTES = 64 * 1024
+_TOLD_BYTES = 4 << 30
 _CHUNK = 256 * 1024
 _BLOCK = 64 * 1024
 _PART = re.compile(r"log\.(\d{12,})-(\d{12,})")
@@ -34,16 +35,20 @@ class Log:
     """Appends to the run's log, byte for byte; a full disk costs bytes, never the trainer.
 
     What could not be written is counted, and said in the log as soon as there is room again. part_bytes: where a part
-    ends, at the next end of a line.
+    ends, at the last end of a line before, or at the next one where there is none. told_bytes: when
+    a slow reader keeps so much, the log says so.
     """
 
-    def __init__(self, path: Path, part_bytes: int = PART_BYTES, parts: int = PARTS) -> None:
+    def __init__(
+        self, path: Path, part_bytes: int = PART_BYTES, parts: int = PARTS, told_bytes: int = _TOLD_BYTES
+    ) -> None:
         self._path, self._part_bytes, self._parts = path, part_bytes, parts
         self._descriptor = -1
         self._begin = self._size = 0
         self._missing = 0
         self._why = ""
         self._timed_ms = 0
+        self._told_bytes, self._told = told_bytes, 0
         self.lost = 0
         self.tail = b""
 
@@ -55,6 +60,18 @@ class Log:
     def write(self, data: bytes) -> None:
         if self._size >= self._part_bytes and (self.tail.endswith(b"\n") or self._size >= 2 * self._part_bytes):
             self._rotate()
+        room = self._part_bytes - self._size
+        if len(data) > room:
+            cut = (data.rfind(b"\n", 0, room) + 1 if room > 0 else 0) or data.find(b"\n") + 1
+            if 0 < cut < len(data):
+                self._write(data[:cut])
+                data = data[cut:]
+                if self._rotate():
+                    self.write(data)
+                    return
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
         self._note_time()
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         if self._missing:
@@ -117,16 +134,23 @@ class Log:
         self._missing += count
         self.lost += count
 
-    def _rotate(self) -> None:
+    def _rotate(self) -> bool:
+        """Begins another part; False where that can't be."""
         try:
             os.rename(self._path, self._path.with_name(f"log.{self._begin:012d}-{self.end:012d}"))
         except OSError:
-            return  # this part grows on
+            return False  # this part grows on
         self.close()
         self._begin, self._size = self.end, 0
         kept = parts(self._path.parent)
-        while len(kept) >= self._parts and _give_up(kept.pop(0)[2]):
-            pass
+        while len(kept) >= self._parts and _give_up(kept[0][2]):
+            kept.pop(0)
+        held = (kept[-1][1] - kept[0][0]) // self._told_bytes if kept else 0
+        if held > self._told and self.tail.endswith(b"\n"):
+            size = (kept[-1][1] - kept[0][0]) >> 20
+            self.note(f"{len(kept)} parts of this log, {size} MiB, are kept for a reader that is slow: end its logs -f")
+        self._told = held
+        return True
 
 
 def _give_up(part: Path) -> bool:

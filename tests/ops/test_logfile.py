@@ -50,6 +50,36 @@ def test_any_log_is_read_from_any_offset_and_from_any_line(
         assert logfile.tail_offset(folder, count) == expected
 
 
+def test_a_part_ends_within_what_is_written_at_once(tmp_path: Path) -> None:
+    text = b"".join(b"%07d\n" % number for number in range(10_000))
+    log = Log(tmp_path / "log", 1001, 1000)
+    for begin in range(0, len(text), 777):
+        log.write(text[begin : begin + 777])
+    log.close()
+    assert {last - first for first, last, _ in logfile.parts(tmp_path)} == {1000}
+    assert text_from(tmp_path, 0) == text
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    log = Log(wide / "log", 100, 1000)
+    for data in (b"x" * 90, b"y" * 60 + b"\nz\n", b"a\n"):
+        log.write(data)
+    log.close()
+    assert [(first, last) for first, last, _ in logfile.parts(wide)] == [(0, 151)]
+
+
+def test_parts_that_a_slow_reader_keeps_are_told(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log", 100, 2, told_bytes=300)
+    log.write(b"0123456\n")
+    with contextlib.closing(Reader(tmp_path, 0)) as reader:
+        for _ in range(100):
+            log.write(b"0123456\n")
+        text = read_all(reader)
+        told = [line for line in text.split(b"\n") if line.startswith(b"[dflash-ops:")]
+        assert 2 <= len(told) <= 8 and b"3 parts of this log" in told[0] and b"a reader that is slow" in told[0]
+        assert text.count(b"0123456\n") == 101
+    log.close()
+
+
 def test_old_parts_are_given_up_and_their_bytes_stay_counted(tmp_path: Path) -> None:
     text = b"".join(b"%05d\n" % number for number in range(1000))
     make(tmp_path, text, 600, parts=3)
