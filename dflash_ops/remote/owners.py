@@ -29,7 +29,8 @@ class Owners:
     """The runs below `path`, as they are now, and the processes that are certainly theirs.
 
     A process belongs to an earlier run when it was started with that run's id and folder, or is in that run's own
-    control group; to a living one when it is among its members, its supervisor, or was started with its id.
+    control group; to a living one when it is among its members, its supervisor, or was started with its id. What lives
+    in a tmux server that a run began is nobody's but its user's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,6 +53,10 @@ class Owners:
                 self._members[process.pid, process.start] = run_id
         grouped = {pid: run_id for run_id in self._over for pid in self.group_of(run_id)}
         self._grouped = {(it.pid, it.start): grouped[it.pid] for it in table if it.pid in grouped}
+        # A tmux server that a run began, and people's sessions in it: they have the run's id, and are no rest of it.
+        servers = [it.pid for it in table if processes.is_tmux_server(it.pid)]
+        begun = [pid for pid in servers if pid in grouped or processes.RUN_ID in processes.environment(pid)]
+        self._in_tmux = processes.lives_in_tmux(begun, table)
 
     def of(self, process: processes.Process) -> Owner:
         """Whose this process is."""
@@ -60,6 +65,8 @@ class Owners:
         named = os.fsdecode(environment.get(processes.RUN_ID, b""))
         if identity in self._members:
             return Owner("run", self._members[identity])
+        if process.pid in self._in_tmux:
+            return UNKNOWN
         if named in self._live:
             return Owner("run", named)
         if named in self._over and environment.get(processes.RUN_DIR) == os.fsencode(self.path / "runs" / named):

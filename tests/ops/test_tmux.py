@@ -15,7 +15,7 @@ from stand_in import LocalBox, exists, retry_until
 from dflash_ops import stops
 from dflash_ops.command import Command, Container, Host, Result
 from dflash_ops.errors import OpsError
-from dflash_ops.remote import processes
+from dflash_ops.remote import owners, processes
 
 PLACE = Container(Host("lab", "192.0.2.1"), 200)
 
@@ -109,6 +109,8 @@ def test_a_server_that_the_trainer_began_survives_its_stop(box: LocalBox, more: 
     assert box.ended(folder)["left"] == [] and names() == {"theirs", "mine"}
     stopped = stops.stopped(answer_of(reply))
     assert {it.pid for it in stopped.spared} == {server, theirs, mine}
+    found = owners.Owners(box.path)
+    assert {found.of(it).kind for it in map(processes.read, (server, theirs, mine)) if it} == {"unknown"}
     # Nor is it a rest of the run, whose name is free again; it is somebody's sessions, which can be ended as such.
     code, again = box.try_start("a")
     assert (code, again["freed"], exists(mine)) == (0, [], True)
