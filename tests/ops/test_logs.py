@@ -59,13 +59,6 @@ def proxied(container: Container, proxy: Proxy, folder: Path) -> Path:
     return file
 
 
-KILL_READERS = """
-for folder in /proc/[0-9]*; do
-    tr '\\0' '\\n' <$folder/cmdline 2>/dev/null | grep -qx follow && kill -9 ${folder#/proc/}
-done; true
-"""
-
-
 def far_start(far: Cli, out: Path, *words: str) -> subprocess.Popen[bytes]:
     with out.open("wb") as file:
         return subprocess.Popen(far.words(*words), stdout=file, stderr=subprocess.PIPE, env=far.environment())
@@ -128,20 +121,6 @@ def test_a_restart_of_the_container_ends_with_the_verdict(place: Container, shel
     assert bytes(got) == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
 
 
-def test_a_reader_that_is_killed_in_the_container_is_started_again(place: Container, shell: Shell) -> None:
-    run = begin(shell, place)
-    got, breaks = bytearray(), list[str]()
-    with Shell() as other, ThreadPoolExecutor(1) as pool:
-        following = pool.submit(train.logs, other, place, "a", on_out=got.extend, follow=True, on_break=breaks.append)
-        retry_until(lambda: b"step 3" in got)
-        inside(shell, place, "sh", "-c", KILL_READERS)
-        retry_until(lambda: breaks)
-        train.stop(shell, place, run.id)
-        following.result(30)
-    assert "exit code is 137" in breaks[0]
-    assert bytes(got) == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
-
-
 def test_a_reader_that_dies_at_the_end_has_not_said_all(box: Box) -> None:
     said = [
         (137, b'{"ok": true, "run_id": "a", "offset": 0}\none\n'),
@@ -166,7 +145,9 @@ def test_a_reader_that_dies_at_the_end_has_not_said_all(box: Box) -> None:
 
 def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> None:
     run = begin(shell, place, "steps = 16\npause = 0.1")
-    assert cli("train", "logs", "-f", "--grep", "step", "-n", "2").stdout.endswith(b"step 15 \nstep 16 \n")
+    followed = bytearray()
+    train.logs(shell, place, run.id, on_out=followed.extend, follow=True, grep="step", tail=2)
+    assert followed.endswith(b"step 15 \nstep 16 \n")
     whole = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
 
     def shown(**choice: Any) -> bytes:
