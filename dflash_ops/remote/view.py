@@ -70,6 +70,9 @@ def _ask(folder: Path) -> None:
         return
     for survivor in done["survivors"]:
         _say(f"process {survivor['pid']} would not end: state {survivor['state']} in {survivor['wchan']}")
+    for spared in done["spared"]:
+        holds = f", and holds {spared['holds']}" if spared["holds"] else ""
+        _say(f"left alone: process {spared['pid']} lives in a tmux server that the run began{holds}")
     for held in done["gpu"]["held"]:
         _say(f"GPU {held['index']} still has {held['used_mib']} MiB in use")
 

@@ -15,7 +15,7 @@ from stand_in import LocalBox, exists, retry_until
 from dflash_ops import stops
 from dflash_ops.command import Command, Container, Host, Result
 from dflash_ops.errors import OpsError
-from dflash_ops.remote import owners, processes
+from dflash_ops.remote import owners, processes, view
 
 PLACE = Container(Host("lab", "192.0.2.1"), 200)
 
@@ -118,6 +118,15 @@ def test_a_server_that_the_trainer_began_survives_its_stop(box: LocalBox, more: 
     assert listed(box) == {"mine": 1}
 
 
+def test_what_a_trainer_that_ends_leaves_is_killed_but_not_its_server(box: LocalBox, soak: bool) -> None:
+    if not soak:
+        pytest.skip("waits for the grace of what is left: with --soak")
+    folder = box.start("a", "tmux = sleep 1000\nrunaway = yes\nsigterm = ignored\nsteps = 20")
+    runaway = box.trainer(folder, "runaway.pid")
+    ended = box.ended(folder)
+    assert (ended["code"], ended["left"], exists(runaway), names()) == (0, [], False, {"theirs"})
+
+
 def test_what_the_run_left_in_its_server_is_a_failure_that_names_it(box: LocalBox) -> None:
     folder = box.start("a", "tmux = sleep 1000")
     box.trainer(folder)
@@ -129,6 +138,21 @@ def test_what_the_run_left_in_its_server_is_a_failure_that_names_it(box: LocalBo
     with pytest.raises(OpsError, match=f"{mine} .*config.toml.*no stop ends it") as caught:
         stops.stopped(answer_of(reply))
     assert str(mine) in caught.value.next and exists(mine)
+
+
+def test_the_window_says_what_its_stop_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spared = [{"pid": 7, "holds": ""}, {"pid": 8, "holds": "GPU 1"}]
+
+    def stop_folder(*_: object) -> dict[str, Any]:
+        return {"survivors": [], "gpu": {"held": []}, "spared": spared}
+
+    monkeypatch.setattr(view.stop, "stop_folder", stop_folder)
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    view._ask(tmp_path)  # pyright: ignore[reportPrivateUsage]
+    shown = capsys.readouterr().out
+    assert "process 7 lives in a tmux server that the run began]" in shown and "began, and holds GPU 1]" in shown
 
 
 def answer_of(reply: dict[str, Any]) -> Result:
