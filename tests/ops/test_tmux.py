@@ -149,7 +149,11 @@ def test_the_window_says_what_its_stop_left_alone(
         return {"survivors": [], "gpu": {"held": []}, "spared": spared}
 
     monkeypatch.setattr(view.stop, "stop_folder", stop_folder)
-    monkeypatch.setattr("builtins.input", lambda _: "y")
+
+    def answer(_: str) -> str:
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
     view._ask(tmp_path)  # pyright: ignore[reportPrivateUsage]
     shown = capsys.readouterr().out
     assert "process 7 lives in a tmux server that the run began]" in shown and "began, and holds GPU 1]" in shown
