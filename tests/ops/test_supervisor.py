@@ -546,7 +546,7 @@ _NO_FOLDER: list[tuple[str, dict[str, Any]]] = [
     ("stop", {"run": None, "grace": 1}),
     ("report", {"run": None}),
     ("follow", {"run": "a", "offset": None, "tail": None, "follow": False, "quiet": False}),
-    ("probe", {"queries": {}, "seconds": 1}),
+    ("gpuview", {"fields": ["index"], "apps": ["pid"], "seconds": 1}),
 ]
 
 
