@@ -60,19 +60,22 @@ def deploy(
     """Send code into the container as a new release, check it there, and make it the current one.
 
     Only content that the container lacks travels. A run that goes on keeps the release that it started with."""
-    from dataclasses import replace
-
-    from dflash_ops import deploy as verbs
-    from dflash_ops import source as sources
     from dflash_ops.inventory import working_folder
     from dflash_ops.shell import Shell
 
     if user == "":
         raise UsageFault("an empty word names nobody", where="--user", next="leave it out, or name a user")
     book = load_inventory(inventory)
-    chosen = replace(sources.choose(source, book.source, here=working_folder()), include=tuple(include or ()))
     container, way = book.container(target), progress.shown(debug=bool(context.obj))
     with Shell() as shell:
+        shell.begin(container.host)
+        # The rest is loaded while the host answers.
+        from dataclasses import replace
+
+        from dflash_ops import deploy as verbs
+        from dflash_ops import source as sources
+
+        chosen = replace(sources.choose(source, book.source, here=working_folder()), include=tuple(include or ()))
         if dry_run or diff:
             plan = verbs.plan(shell, container, chosen, texts=diff, way=way)
             _tell_left_out(plan.left_out)

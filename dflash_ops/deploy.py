@@ -180,6 +180,8 @@ def _deploy(
         reading = read(shell, source)
         manifest = reading.manifest
         way.step(f"asking {container}")
+        import tarfile  # noqa: F401  # pyright: ignore[reportUnusedImport] (needed next; now there is time)
+
         talk = greeted.result()
         talk.say(_line(_described(manifest)))
         ready = _answer(shell, container, talk, _patience(manifest.size))

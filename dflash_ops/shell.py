@@ -27,6 +27,8 @@ from dflash_ops.errors import NotFoundError, OpsError, PreflightError
 from dflash_ops.gate import Gate, never_entered
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from dflash_ops.ssh import Link
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ class _Known:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: "Link | None" = None
+    coming: "Future[Link] | None" = None
     has_lxc_attach: bool | None = None
 
 
@@ -114,11 +117,34 @@ class Shell:
         for known in hosts.values():
             if known.link is not None:
                 known.link.close()
+            if known.coming is not None:
+                known.coming.add_done_callback(lambda coming: coming.exception() or coming.result().close())
 
     @staticmethod
     def load() -> None:
         """Loads the SSH library. For whoever connects in a thread: Python's threads would only take turns at it."""
         import dflash_ops.ssh  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    def begin(self, host: Host) -> None:
+        """Begins to connect in a thread. Whoever needs the connection next waits for it, or hears why there is none."""
+        from concurrent.futures import Future
+
+        from dflash_ops.ssh import connect
+
+        coming: Future[Link] = Future()
+
+        def connecting() -> None:
+            try:
+                coming.set_result(connect(host, timeout=self._connect_timeout))
+            except BaseException as error:
+                coming.set_exception(error)
+
+        known = self._known(host)
+        with known.lock:
+            if known.link is None and known.coming is None:
+                known.coming = coming
+                # Nobody waits for it at the end: a host may take long to say nothing.
+                threading.Thread(target=connecting, daemon=True).start()
 
     # -- commands
 
@@ -336,6 +362,9 @@ class Shell:
 
         known = self._known(host)
         with known.lock:
+            coming, known.coming = known.coming, None
+            if coming is not None:
+                known.link = coming.result()
             if known.link is None or not known.link.is_open:
                 known.link = connect(host, timeout=self._connect_timeout)
             return known.link

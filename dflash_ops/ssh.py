@@ -259,8 +259,17 @@ def _configure(host: Host, timeout: float) -> Any:
             "look_for_keys": hop is not connection or host.key is None,
             "auth_timeout": timeout,
             "channel_timeout": timeout,
+            "transport_factory": _without_delay,
         }
     return connection
+
+
+def _without_delay(sock: Any, **options: Any) -> paramiko.Transport:
+    """A transport that sends each word at once, as ssh's does: else small ones wait 40 ms for an acknowledgement of the
+    one before."""
+    with contextlib.suppress(AttributeError, OSError):  # through a jump it is a channel
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return paramiko.Transport(sock, **options)
 
 
 def _known_hosts(explicit: Path | None, ssh_config: Any) -> list[Path]:

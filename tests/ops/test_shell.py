@@ -166,6 +166,38 @@ def test_a_conversation_waits_within_bounds(shell: Shell, container: Container) 
         talk.hear(timeout=0.3)
 
 
+def test_a_connection_that_was_begun_is_the_one_that_is_used(container: Container, monkeypatch) -> None:
+    """Or says why there is none, once; one that nobody used is closed when it comes."""
+    made: list[ssh.Link] = []
+    connect, may_go = ssh.connect, threading.Event()
+
+    def noted(host: Host, *, timeout: float) -> ssh.Link:
+        assert may_go.wait(10)
+        made.append(connect(host, timeout=timeout))
+        return made[-1]
+
+    monkeypatch.setattr(ssh, "connect", noted)
+    with Shell() as shell:
+        shell.begin(container.host)
+        shell.begin(container.host)
+        may_go.set()
+        assert shell.run(container.host, Command(("true",))).code == 0 and len(made) == 1
+        sock = made[0]._transport.sock  # small words are not held back for 40 ms
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        nobody = replace(container.host, port=1)
+        shell.begin(nobody)
+        with pytest.raises(UnreachableError):
+            shell.run(nobody, Command(("true",)))
+    may_go.clear()
+    with Shell() as shell:
+        shell.begin(container.host)
+    may_go.set()
+    deadline = time.monotonic() + 10
+    while len(made) < 2 or made[1].is_open:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_many_threads_share_one_connection(shell: Shell, container: Container) -> None:
     results: list[bytes] = []
 
