@@ -431,7 +431,8 @@ def test_a_server_that_dies_ends_the_command_and_the_next_goes_on(
     server.always = None
     before = len(server.chats)
     assert len(run(server, tmp_path)) == 20
-    assert len(server.chats) - before == 20 - done
+    # Those alone that were not done; one may be asked twice, where the server was slow.
+    assert len({chat["messages"][0]["content"] for chat in server.chats[before:]}) == 20 - done
 
 
 @pytest.mark.parametrize(
