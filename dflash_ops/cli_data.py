@@ -67,6 +67,8 @@ def show_moved(done: "Moved", *, here: bool = False) -> None:
     """Where it lies now, and what travelled."""
     for path in done.paths:
         render.say(path if here else f"{done.container}: {path}")
+    for line in done.left_out:
+        render.note(f"left out {line}")
     there = f", {done.unchanged} there already" if done.unchanged else ""
     files = "1 file" if done.files == 1 else f"{done.files} files"
     render.say(f"{files}, {render.size(done.size)}{there}; {render.size(done.sent)} sent in {done.seconds:.2f} s")

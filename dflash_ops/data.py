@@ -51,7 +51,7 @@ _COMPARED_SLOWLY_BYTES = 1 << 28
 @dataclass(frozen=True)
 class Moved:
     """Files that were put or got. paths: where what was named lies now; size: bytes of all the files; sent: those that
-    travelled; unchanged: files that were there already."""
+    travelled; unchanged: files that were there already; left_out: what did not come with a folder, and why."""
 
     container: str
     paths: tuple[str, ...]
@@ -60,6 +60,7 @@ class Moved:
     sent: int
     unchanged: int
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Tally:
     sent: int = 0
     unchanged: int = 0
     failed: Counter[str] = field(default_factory=Counter[str])
+    left_out: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,9 @@ def get(
 
     with_reconnects(shell, once, tally, progress)
     files, size = listed[-1]
-    return Moved(str(container), (str(place),), files, size, tally.sent, tally.unchanged, time.monotonic() - begun)
+    left_out = tuple(f"{name}: {why}" for name, why in tally.left_out.items())
+    seconds = time.monotonic() - begun
+    return Moved(str(container), (str(place),), files, size, tally.sent, tally.unchanged, seconds, left_out)
 
 
 # -- both

@@ -50,6 +50,7 @@ def fetch_once(
     tree = other.answer()
     try:
         files, folders = _listed(container, tree, place)
+        tally.left_out.update({printable(str(place / name)): printable(why) for name, why in tree["left_out"]})
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
         left = [file for file in files if file.place not in done]
@@ -120,7 +121,7 @@ class _Fetching:
         if place.is_file():
             with place.open("rb") as content:
                 digest, count = transfer.hashed(content, file.size)
-        self._other.say({"file": file.number, "from": count, "sha256": digest.hexdigest()})
+        self._other.say({"file": file.number, "from": count, "sha256": digest.hexdigest(), "whole": whole})
         self._asked.append((file, digest, count, whole))
 
     def _receive(self, file: _File, digest: Any, count: int, whole: bool) -> None:
@@ -136,6 +137,10 @@ class _Fetching:
                 with _locked(file) as part:
                     digest, reply = self._written(part, start, digest if start else hashlib.sha256())
                 whole = False
+        if reply["gone"] and reply["sha256"] is None:
+            self._tally.left_out[printable(str(file.place))] = "it was removed meanwhile"
+            self._done.add(file.place)
+            return
         if reply["sha256"] is None:
             error = OpsError(
                 "a file changes while it is read",

@@ -16,6 +16,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import select
 import shutil
 import stat
@@ -25,7 +26,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_ops.remote import answers, processes, releases
+from dflash_ops.remote import answers, logfile, processes, releases
 from dflash_ops.remote.answers import Fault
 
 PIECE_BYTES = 1 << 18
@@ -37,6 +38,8 @@ _BEAT_SECONDS = 5.0
 _SYNC_AT_ONCE_BYTES = 1 << 20
 # What `get` reads: not releases, which are in git, and not what may hold secrets beside them.
 READABLE = ("shared", "runs")
+# In a run's folder: env, notify, and what is left of their writing (.env.part); not notify.log.
+_SECRET = re.compile(r"\.?(env|notify)(?!\.log$)([.~-].*)?$", re.DOTALL)
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -193,9 +196,10 @@ def _check_places(base: Path, names: list[str]) -> None:
 def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """name: of a file or folder, relative to <path>; only: of a folder, patterns of the names below it that are wanted.
 
-    Says {"event": "tree", "folder", "files": [[name, size, mode]], "folders"}; hears for any file {"file", "from",
-    "sha256"}, what the other end has of it; answers {"event": "from", "file", "offset"}, pieces, and
-    {"event": "end", "file", "sha256"}, which is null when it changed on its way. At {"done"} it ends.
+    Says {"event": "tree", "folder", "files": [[name, size, mode]], "folders", "left_out": [[name, why]]}; hears for any
+    file {"file", "from", "sha256", "whole"}, what the other end has of it; answers {"event": "from", "file", "offset"},
+    pieces, and {"event": "end", "file", "sha256", "gone"}: null when it changed on its way, gone when it is no more.
+    One that grows is sent as long as it was listed, one written anew since as it is now. At {"done"} it ends.
     """
     name = str(parameters["name"])
     place = path / name
@@ -203,27 +207,34 @@ def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         raise Fault("failed", "get reads only shared/ and runs/", repr(name), "name a place below them")
     if not place.exists():
         raise Fault("not_found", f"there is no {name}", _nearest(place), "dflash-ops exec -- ls", str(path))
-    files, folders = tree(place)
+    if why := _kept_back(path, place):
+        raise Fault("failed", f"{name} is not read", why, "name another place")
+    left_out: list[tuple[str, str]] = []
+    files, folders = tree(place, lambda at: _kept_back(path, at), left_out)
     if parameters.get("only") is not None:
         files = [file for file in files if any(fnmatch.fnmatchcase(file[0], it) for it in parameters["only"])]
+        left_out = [it for it in left_out if any(fnmatch.fnmatchcase(it[0], wanted) for wanted in parameters["only"])]
         above = {parent for file in files for parent in Path(file[0]).parents}
         folders = [folder for folder in folders if Path(folder) in above]
     listed = [[relative, state.st_size, stat.S_IMODE(state.st_mode)] for relative, _, state in files]
-    answers.say({"event": "tree", "folder": place.is_dir(), "files": listed, "folders": folders})
+    told = {"event": "tree", "folder": place.is_dir(), "files": listed, "folders": folders, "left_out": left_out}
+    answers.say(told)
     heard, out, beat = _Input(), sys.stdout.buffer, _Beat()
     while (request := heard.line()) is not None:
         if "done" in request:
             return {"event": "done"}
-        _, source, state = files[int(request["file"])]
-        sha256 = None
-        with contextlib.suppress(OSError), source.open("rb") as content:
+        _, source, seen = files[int(request["file"])]
+        sha256, gone = None, not (source.exists() or source.name == "log")
+        with contextlib.suppress(OSError), _opened(source, seen) as content:
+            state = os.fstat(content.fileno())
             digest, count = hashed(content, int(request["from"]), beat)
-            if digest.hexdigest() != request["sha256"]:
+            size = min(seen.st_size, state.st_size) if os.path.samestat(seen, state) else state.st_size
+            if digest.hexdigest() != request["sha256"] or (request["whole"] and count != size):
                 digest, count = hashlib.sha256(), 0
                 content.seek(0)
             answers.say({"event": "from", "file": request["file"], "offset": count})
-            while count < state.st_size:
-                piece = content.read(min(PIECE_BYTES, state.st_size - count))
+            while count < size:
+                piece = content.read(min(PIECE_BYTES, size - count))
                 if not piece:
                     break
                 digest.update(piece)
@@ -231,16 +242,49 @@ def get(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
                 count += len(piece)
             after = os.fstat(content.fileno())
             same = after.st_mtime_ns == state.st_mtime_ns
-            if after.st_size > state.st_size:
+            if after.st_size > size:
                 # A log that grows is fetched as long as it was, unless what we have read was written anew meanwhile.
                 content.seek(0)
                 out.flush()
-                same = hashed(content, state.st_size, beat)[0].digest() == digest.digest()
-            if count == state.st_size and same and after.st_ino == state.st_ino:
+                same = hashed(content, size, beat)[0].digest() == digest.digest()
+            if count == size and same:
                 sha256 = digest.hexdigest()
         out.flush()
-        answers.say({"event": "end", "file": request["file"], "sha256": sha256})
+        answers.say({"event": "end", "file": request["file"], "sha256": sha256, "gone": gone})
     return {"event": "left"}
+
+
+def _opened(source: Path, seen: os.stat_result) -> BinaryIO:
+    """The file; a run's log that was rotated since it was seen by its new name: nothing else has its bytes."""
+    file: BinaryIO | None = None
+    with contextlib.suppress(FileNotFoundError):
+        file = source.open("rb")
+        if os.path.samestat(os.fstat(file.fileno()), seen):
+            return file
+    if source.name == "log":
+        for _, _, part in logfile.parts(source.parent):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(part.stat(), seen):
+                    if file is not None:
+                        file.close()
+                    return part.open("rb")
+    return file or source.open("rb")
+
+
+def _kept_back(path: Path, place: Path) -> str:
+    """Why `get` doesn't read this; empty where it does: not a run's secrets, by whatever name, and in a run nothing
+    that lies outside of it."""
+    runs = path / "runs"
+    real, real_runs = place.resolve(), runs.resolve()
+    below = [at.relative_to(root).parts for at, root in ((place, runs), (real, real_runs)) if root in at.parents]
+    if any(len(parts) > 1 and _SECRET.match(parts[1]) for parts in below):
+        return "it holds secrets of a run, or a part of them"
+    if runs not in place.parents:
+        return ""
+    if not place.exists():
+        return "it is a link that leads nowhere" if place.is_symlink() else ""
+    run = real_runs / place.relative_to(runs).parts[0]
+    return "" if run in (real, *real.parents) else "it is a link that leads out of its run"
 
 
 def _nearest(place: Path) -> str:
@@ -253,9 +297,12 @@ def _nearest(place: Path) -> str:
 # -- both
 
 
-def tree(place: Path) -> tuple[list[tuple[str, Path, os.stat_result]], list[str]]:
+def tree(
+    place: Path, kept_back: Callable[[Path], str] = lambda at: "", left_out: list[tuple[str, str]] | None = None
+) -> tuple[list[tuple[str, Path, os.stat_result]], list[str]]:
     """The regular files of a file or folder, each with its name below it ("" for the file itself), and its folders'
-    names. Links count as what they lead to; Fault for one that leads nowhere, or back to a folder that it lies in."""
+    names. Links count as what they lead to; Fault for one that leads nowhere, or back to a folder that it lies in.
+    kept_back: why a place below does not count, which then joins `left_out` with its name; empty where it does."""
     files: list[tuple[str, Path, os.stat_result]] = []
     folders: list[str] = []
 
@@ -276,7 +323,11 @@ def tree(place: Path) -> tuple[list[tuple[str, Path, os.stat_result]], list[str]
             if name:
                 folders.append(name)
             for entry in sorted(at.iterdir()):
-                walk(entry, f"{name}/{entry.name}" if name else entry.name, (*above, key))
+                below = f"{name}/{entry.name}" if name else entry.name
+                if why := kept_back(entry):
+                    (left_out if left_out is not None else []).append((below, why))
+                else:
+                    walk(entry, below, (*above, key))
         else:
             raise Fault("failed", "neither a file nor a folder", str(at), "remove it, or name what you want")
 

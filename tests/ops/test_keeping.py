@@ -1,12 +1,15 @@
 """What is kept of runs: attached to, fetched, removed."""
 
 import fcntl
+import hashlib
 import io
 import json
 import os
+import re
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -19,10 +22,11 @@ from conftest import Box, Cli
 from stand_in import retry_until
 from typer.testing import CliRunner
 
-from dflash_ops import cli_keep, deploy, keeping, render_runs, runs, source, train
+from dflash_ops import cli_keep, data, deploy, keeping, render_runs, runs, source, train
 from dflash_ops.cli import app
 from dflash_ops.command import Command, Container
-from dflash_ops.errors import BusyError, CancelledError, NotFoundError, UsageFault
+from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError, UsageFault
+from dflash_ops.remote import bundle
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.shell import Shell
 
@@ -178,6 +182,82 @@ def test_a_run_that_goes_on_is_fetched_as_it_stands(place: Container, shell: She
         keeping.fetch(shell, place, run, tmp_path, checkpoints="newest")
         text = (tmp_path / run.id / "log").read_bytes()
         assert inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log").startswith(text)
+
+
+def test_what_is_written_anew_rotated_or_removed_meanwhile_is_fetched(tmp_path: Path) -> None:
+    """Between the listing and the reading of a run that goes on."""
+    run = tmp_path / "runs" / "a-20261129-120000-abcd"
+    run.mkdir(parents=True)
+    for name in ("status.json", "log", "gone", "metrics.jsonl"):
+        (run / name).write_text(f"old {name}\n")
+    words = bundle.command(sys.executable, "transfer", {"path": str(tmp_path), "do": "get", "name": f"runs/{run.name}"})
+    with subprocess.Popen(words.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as script:
+        assert script.stdin is not None and script.stdout is not None and words.stdin is not None
+
+        def say(data: bytes) -> None:
+            assert script.stdin is not None
+            script.stdin.write(data)
+            script.stdin.flush()
+
+        say(words.stdin)
+        tree = json.loads(script.stdout.readline())
+        for name, text in (("status.json", "a new, longer status\n"), ("metrics.jsonl", "old metrics.jsonl\nnew\n")):
+            (tmp_path / "part").write_text(text)
+            (tmp_path / "part").rename(run / name)
+        (run / "log").rename(run / "log.000000000000-000000000008")
+        (run / "log").write_text("young\n")
+        (run / "gone").unlink()
+
+        def read(name: str, has: bytes) -> tuple[bytes, dict[str, Any]]:
+            assert script.stdout is not None
+            number = [file[0] for file in tree["files"]].index(name)
+            sha256 = hashlib.sha256(has).hexdigest()
+            say(json.dumps({"file": number, "from": len(has), "sha256": sha256, "whole": bool(has)}).encode() + b"\n")
+            content = b""
+            while True:
+                line = script.stdout.readline().strip()
+                if line.isdigit():
+                    content += script.stdout.read(int(line))
+                elif json.loads(line)["event"] == "end":
+                    return content, json.loads(line)
+
+        for name, has, content in (
+            ("status.json", b"", b"a new, longer status\n"),
+            ("metrics.jsonl", b"old metrics.jsonl\n", b"old metrics.jsonl\nnew\n"),  # a whole file here begins like it
+            ("log", b"", b"old log\n"),  # by its new name
+        ):
+            got, end = read(name, has)
+            assert (got, end["sha256"]) == (content, hashlib.sha256(content).hexdigest())
+        end = read("gone", b"")[1]
+        assert (end["sha256"], end["gone"]) == (None, True)
+        say(b'{"done": 1}\n')
+        assert json.loads(script.stdout.readline())["event"] == "done"
+
+
+def test_get_keeps_secrets_and_what_lies_outside_of_a_run(box: Box, cli: Cli, shell: Shell, tmp_path: Path) -> None:
+    place = box.container
+    run = "runs/a-20261129-120000-abcd"
+    script = f"""set -e; mkdir -p {place.path}; cd {place.path}
+        mkdir -p shared {run}/checkpoints/step-1 {run}/events; cd {run}
+        for name in env notify .env.part env.put-part ../../shared/secret; do echo hushhush > $name; done
+        ln -s ../../env checkpoints/step-1/x; ln -s nowhere log.x; ln -s /etc/passwd log.y; ln -s ../log events/log
+        echo line > log; echo sent > notify.log; ln -s ../{run}/notify ../../shared/x"""
+    inside(shell, place, "sh", "-c", script)
+    for name in (f"{run}/env", f"{run}/notify", f"{run}/env.put-part", f"{run}/checkpoints/step-1/x", "shared/x"):
+        with pytest.raises(OpsError, match=r"is not read .*secrets"):
+            data.get(shell, place, name, tmp_path / "x")
+    with pytest.raises(OpsError, match="out of its run"):
+        data.get(shell, place, f"{run}/log.y", tmp_path / "x")
+    done = CliRunner().invoke(app, ["get", run, str(tmp_path)], env={"DFLASH_OPS_INVENTORY": str(cli.inventory)})
+    here = tmp_path / Path(run).name
+    names = sorted(str(file.relative_to(here)) for file in here.rglob("*") if file.is_file())
+    assert names == ["events/log", "log", "notify.log"], done.exception
+    left_out = re.findall(r"left out \S+/(\S+): it (.*)", done.stderr)
+    secret = "holds secrets of a run, or a part of them"
+    assert sorted(left_out) == [
+        (".env.part", secret), ("env", secret), ("env.put-part", secret), ("log.x", "is a link that leads nowhere"),
+        ("log.y", "is a link that leads out of its run"), ("notify", secret), ("x", secret),
+    ]  # fmt: skip
 
 
 def test_rm_never_takes_what_lives_and_asks(place: Container, cli: Cli, shell: Shell) -> None:
