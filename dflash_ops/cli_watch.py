@@ -3,9 +3,12 @@
 cli_train.py registers them.
 """
 
+import contextlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,13 +60,28 @@ def watch(
         else:
 
             def page() -> watching.View:
-                with Painter(sys.stdout, _size) as painter:
+                with Painter(sys.stdout, _size) as painter, _left_by_signals():
                     return watching.watch(shell, container, name, on_view=painter.show, interval=interval)
 
             last = leave_by_ctrl_c(page)
     if not as_json:
         render_runs.show_run(last.run)
     raise typer.Exit(last.run.exit_code)
+
+
+@contextlib.contextmanager
+def _left_by_signals() -> Generator[None, None, None]:
+    """What would end us at once ends the page first, as Ctrl-C does: the terminal gets its old content back."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _size() -> tuple[int, int]:
@@ -154,7 +172,7 @@ def board(
     folder = (
         into or Path(platformdirs.user_cache_dir("dflash-ops")) / "board" / f"{container.host.name}-{container.vmid}"
     )
-    words = verbs.tensorboard(folder, port, host)
+    words = None if fetch_only else verbs.tensorboard(folder, port, host)  # before the fetch, which may take long
     with Shell() as shell:
         found = [train.status(shell, container, name) for name in runs] if runs else [train.newest(shell, container)]
         for run in found:
@@ -165,5 +183,5 @@ def board(
                 )
             render.say(f"{done.paths[0]}: {render.size(done.size)}")
         sys.stdout.flush()
-        if not fetch_only:
+        if words is not None:
             raise typer.Exit(shell.interactive(Local(), Command(words)))

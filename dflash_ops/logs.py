@@ -100,11 +100,11 @@ def parse_since(text: str, now: datetime | None = None) -> dict[str, float]:
         return {"ago_s": sum(float(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[\d.]+[smhd]", text))}
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        return {"at": (moment if moment.tzinfo else moment.astimezone()).timestamp()}
+    except (ValueError, OverflowError):  # or a year that this machine's zone can't have
         raise UsageFault(
             "no time to begin at", where=f"--since {text}", next="--since 10m, 1h30m, or 2026-11-29T12:00:00Z"
         ) from None
-    return {"at": (moment if moment.tzinfo else moment.astimezone()).timestamp()}
 
 
 def check_pattern(pattern: str) -> str:

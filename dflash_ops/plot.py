@@ -71,6 +71,9 @@ def _figure(curves: Sequence[Curve], smooth: int) -> Any:
         for panel in _PANELS
         if any(name in point for curve in curves for point in curve.points for name in panel[1:] if name)
     ]
+    if not panels:
+        why = "no step has a loss, an acceptance length or tokens/s"
+        raise OpsError("there is nothing to draw", why=why, next="dflash-ops train logs")
     columns = 3 if len(panels) == 3 else min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure: Any = Figure(figsize=(12 if columns > 1 else 7, 3.6 * rows), layout="constrained")

@@ -3,6 +3,7 @@
 Nothing is asked here. plotext draws the curves; it is loaded when a page is drawn.
 """
 
+import contextlib
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from rich.style import Style
 from rich.text import Text
 
 from dflash_ops.errors import PreflightError
+from dflash_ops.release import printable as plain
 from dflash_ops.render_runs import printable, span
 from dflash_ops.runs import RunState
 from dflash_ops.watching import GpuLoad, Point, View
@@ -61,7 +63,7 @@ def _title(view: View, columns: int) -> Text:
     title = Text.assemble((run.id, "bold"), "  ", (run.state.value, _STATES[run.state]))
     if run.restarts:
         title.append(f"  restarted {run.restarts}x", "yellow")
-    known = view.time[11:19] + " UTC" if view.time else ""
+    known = plain(view.time)[11:19] + " UTC" if view.time else ""
     gap = columns - title.cell_len - len(known)
     if gap > 1:
         title.append(" " * gap).append(known, _DIM)
@@ -173,12 +175,14 @@ def _workings(view: View, columns: int) -> list[Text]:
     line = Text()
     queues: Mapping[str, int] = view.last.get("queues") or {}
     if queues:
-        line.append("queues ", _DIM).append("  ".join(f"{name} {count}" for name, count in queues.items())).append("  ")
+        line.append("queues ", _DIM).append(
+            "  ".join(f"{plain(name)} {count}" for name, count in queues.items())
+        ).append("  ")
     busy: list[str] = []
     workers: Mapping[str, Mapping[str, float]] = view.last.get("workers") or {}
     for name, seconds in workers.items():
         total = seconds["working"] + seconds["waiting"]
-        busy.append(f"{name} {seconds['working'] / total:.0%}" if total > 0 else f"{name} -")
+        busy.append(f"{plain(name)} {seconds['working'] / total:.0%}" if total > 0 else f"{plain(name)} -")
     if busy:
         line.append("busy ", _DIM).append("  ".join(busy))
     if line:
@@ -211,14 +215,16 @@ def _gpu(gpu: GpuLoad, columns: int) -> Text:
     line = Text.assemble((f"GPU {gpu.index} ", _DIM), bar, f" {_figure(load) or '-':>3} %  {memory}")
     line.append(f"  {_figure(gpu.temperature_c) or '-'} °C  {_figure(gpu.power_w) or '-'} W")
     if columns >= 100:
-        line.append(f"  {gpu.name}", _DIM)
+        line.append(f"  {plain(gpu.name)}", _DIM)
     return line
 
 
 def _log(view: View, rows: int) -> list[Text]:
     if rows < 1:
         return []
-    lines = [Text(printable(line.replace("\t", "    ")).split("\r")[-1], _DIM) for line in view.log[-rows:]]
+    lines = [
+        Text(printable(line.replace("\t", "    ").rstrip("\r").rpartition("\r")[2]), _DIM) for line in view.log[-rows:]
+    ]
     return [Text.from_ansi(line.plain, style=_DIM) for line in lines] + [Text()] * (rows - len(lines))
 
 
@@ -228,7 +234,7 @@ def _verdict(view: View) -> Text:
     if view.run.state.live:
         return Text("Ctrl-C leaves this page; the run goes on", _DIM)
     error = view.run.status.error if view.run.status else None
-    return Text(view.run.verdict() + (f": {printable(error)}" if error else ""), _STATES[view.run.state])
+    return Text(plain(view.run.verdict()) + (f": {printable(error)}" if error else ""), _STATES[view.run.state])
 
 
 def _figure(value: float | None, digits: int = 0) -> str | None:
@@ -260,8 +266,9 @@ class Painter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._out.write("\x1b[?7h\x1b[?25h\x1b[?1049l")
-        self._out.flush()
+        with contextlib.suppress(OSError):  # a terminal that was closed has no content to get back
+            self._out.write("\x1b[?7h\x1b[?25h\x1b[?1049l")
+            self._out.flush()
 
     def show(self, view: View) -> None:
         size = self._size()

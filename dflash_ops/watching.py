@@ -3,6 +3,7 @@
 One command in the container sends what has changed; after a broken link it is asked anew.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -171,7 +172,7 @@ class _Taker:
             self._on_view(self._view)  # only the newest: a slow terminal must not fall behind
 
     def _take(self, reply: Mapping[str, Any]) -> None:
-        changes: dict[str, Any] = {"time": reply.get("time", "")}
+        changes: dict[str, Any] = {"time": str(reply.get("time", ""))}
         if "metrics" in reply:
             new = reply["metrics"]
             self._points = thin([*([] if new["anew"] else self._points), *new["points"]], 2 * POINTS)
@@ -212,6 +213,7 @@ def _gpu(row: Sequence[str]) -> GpuLoad | None:
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        value = float(cell)
     except ValueError:  # [N/A] and its kin
         return None
+    return value if math.isfinite(value) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,6 +96,29 @@ def _record(line: bytes, names: tuple[str, ...] = FIELDS) -> dict[str, Any] | No
     if not isinstance(value, dict):
         return None
     record = cast("dict[str, Any]", value)
-    if type(record.get("step")) is not int:
+    if type(record.get("step")) is not int or abs(record["step"]) >= 1e15:
         return None
-    return {name: record[name] for name in names if record.get(name) is not None}
+    return {name: record[name] for name in names if name in record and _SOUND.get(name, _is_number)(record[name])}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e15  # false for NaN as well
+
+
+def _are_queues(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, cast("dict[str, Any]", value).values()))
+
+
+def _are_workers(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(it, dict) and all(_is_number(cast("dict[str, Any]", it).get(key)) for key in ("working", "waiting"))
+        for it in cast("dict[str, Any]", value).values()
+    )
+
+
+# What a foreign trainer writes otherwise is not drawn, and ends no page.
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "time": lambda value: isinstance(value, str),
+    "queues": _are_queues,
+    "workers": _are_workers,
+}

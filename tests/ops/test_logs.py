@@ -233,7 +233,7 @@ def test_what_since_understands() -> None:
     assert logs.parse_since("1h30m") == {"ago_s": 5400.0}
     assert logs.parse_since("2026-11-29T12:00:00Z") == {"at": 1795953600.0}
     assert logs.parse_since("2026-11-29T13:00:00+01:00") == {"at": 1795953600.0}
-    for text in ("", "10", "m", "-5m", "tomorrow"):
+    for text in ("", "10", "m", "-5m", "tomorrow", "0001-01-01T00:00:00"):
         with pytest.raises(UsageFault):
             logs.parse_since(text)
 

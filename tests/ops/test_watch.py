@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -136,6 +137,38 @@ def test_what_is_on_the_page() -> None:
     assert "failed" in text(view(state=RunState.FAILED), 80, 24)
 
 
+def test_odd_records_are_not_drawn_and_send_no_escapes(tmp_path: Path) -> None:
+    lines = [
+        record(1),
+        '{"step": 2, "loss": "n/a", "accept": NaN, "lr": [1], "tokens_per_s": 1e999, "seconds": true, "time": 3}',
+        '{"step": 3, "loss": 2.0, "queues": ["a"], "workers": {"target": {"busy": 1}}}',
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    read = curves.Metrics(file, 100).read()
+    assert read is not None and read["last"] == {"step": 3, "loss": 2.0}
+    assert read["points"][1:] == [{"step": 2}, {"step": 3, "loss": 2.0}]
+    evil = "q\x1b]0;PWNED\x07"
+    good = {"step": 4, "queues": {evil: 3}, "workers": {evil: {"working": 1.0, "waiting": 3}}}
+    file.write_text(json.dumps(good) + "\n")
+    read = curves.Metrics(file, 100).read()
+    assert read is not None and read["last"] == good
+    row = ("0", evil, "nan", "inf", "1", "[N/A]", "2")
+    gpu = watching._gpu(row)
+    assert gpu is not None and (gpu.load_percent, gpu.used_mib, gpu.total_mib) == (None, None, 1.0)
+    shown = watch_page.page(view(last=read["last"], gpus=(gpu,), time=f"2026-11-29T{evil}"), 160, 40)
+    text = "\n".join(line.plain for line in shown)
+    assert "\x1b" not in text and "\x07" not in text
+    assert "\\x1b]0;PWNED\\x07 3" in text and "PWNED\\x07 25%" in text
+    with pytest.raises(OpsError, match="nothing to draw"):
+        plot.write([plot.Curve("a", "", ({"step": 1}, {"step": 2}))], tmp_path / "x.png")
+
+
+def test_a_log_line_that_ends_in_a_return_is_shown() -> None:
+    shown = watch_page.page(view(log=("10 %\r20 %", "dos\r")), 80, 24)
+    assert {"20 %", "dos"} <= {line.plain for line in shown}
+
+
 class Screen:
     """What a terminal shows that gets what the painter writes."""
 
@@ -238,6 +271,25 @@ def test_ctrl_c_leaves_the_page_and_json_is_a_line_each(
     assert isinstance(in_process(cli, "train", "watch"), UsageFault)  # no terminal
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_restores_the_screen(number: int) -> None:
+    script = """
+import os, signal, sys, time
+from dflash_ops import cli_watch, inventory, runs, shell, watching
+def watch(*_, **__):
+    print("ready", flush=True)
+    time.sleep(20)
+watching.watch = watch
+cli_watch.find_container = lambda *_: None
+cli_watch.watch("a", 1.0, None, None, False)
+"""
+    terminal = Terminal([sys.executable, "-c", script], dict(os.environ), 80, 24)
+    retry_until(lambda: b"ready" in terminal.read())
+    os.kill(terminal.process.pid, number)
+    assert terminal.end() == 128 + number
+    assert terminal.shown.endswith(b"\x1b[?1049l")
+
+
 # -- pictures
 
 
@@ -274,12 +326,15 @@ def test_smoothing() -> None:
     assert plot._smoothed([(1, 1.0), (2, 3.0), (3, 5.0), (10, 7.0)], 2) == [(1, 1.0), (2, 2.0), (3, 4.0), (10, 7.0)]
 
 
-def test_a_plot_and_a_board_of_a_run(place: Container, run: runs.Run, cli: Cli, tmp_path: Path) -> None:
+def test_a_plot_and_a_board_of_a_run(
+    place: Container, run: runs.Run, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inventory = {"DFLASH_OPS_INVENTORY": str(cli.inventory)}
     words = ["train", "plot", run.id, "-o", str(tmp_path / "loss.png"), "--json"]
     done = CliRunner().invoke(app, words, env=inventory)
     assert json.loads(done.stdout)["runs"] == [{"run_id": run.id, "points": 300}]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(plot, "tensorboard", lambda *_: pytest.fail("it is not needed"))
     fetched = CliRunner().invoke(app, ["train", "board", "--fetch-only", "-o", str(tmp_path / "board")], env=inventory)
     assert fetched.exit_code == 0, fetched.exception
     assert [str(it.relative_to(tmp_path / "board")) for it in (tmp_path / "board").rglob("*") if it.is_file()] == [
