@@ -26,7 +26,8 @@ from dflash_ops import cli_keep, data, deploy, keeping, render_runs, runs, sourc
 from dflash_ops.cli import app
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError, UsageFault
-from dflash_ops.remote import bundle
+from dflash_ops.remote import bundle, processes, remove, rundir
+from dflash_ops.remote.answers import Fault
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.shell import Shell
 
@@ -286,6 +287,53 @@ def test_rm_never_takes_what_lives_and_asks(place: Container, cli: Cli, shell: S
     inside(shell, place, "mkdir", f"{place.path}/runs/.x.removed")  # an earlier one was killed half way
     assert in_process(cli, "train", "rm", "-y", "b", "c") is None
     assert inside(shell, place, "ls", "-A", f"{place.path}/runs") == b""
+
+
+def test_rm_says_what_stays_and_takes_no_link_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, precious = tmp_path / "runs", tmp_path / "precious"
+    (runs / "a-20261129-120000-abcd").mkdir(parents=True)
+    precious.mkdir()
+    (runs / ".q.removed").symlink_to(precious)
+    (runs / "b-20261129-120000-abcd").symlink_to(precious)
+    for folder in (runs / "a-20261129-120000-abcd", precious):
+        os.utime(folder, (0, 0))  # not just being started
+    remove.remove(tmp_path, ["b"], dry_run=False)
+    assert [it.name for it in runs.iterdir()] == ["a-20261129-120000-abcd"] and precious.is_dir()
+
+    def refused(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(1, "Operation not permitted", "log")
+
+    monkeypatch.setattr("shutil.rmtree", refused)
+    with pytest.raises(Fault) as told:
+        remove.remove(tmp_path, ["a"], dry_run=False)
+    assert "files of them stay" in str(vars(told.value)) and "log: Operation not permitted" in str(vars(told.value))
+    monkeypatch.undo()
+    (runs / "c-20261129-120000-abcd").mkdir()
+    os.utime(runs / "c-20261129-120000-abcd", (0, 0))
+    remove.remove(tmp_path, ["c"], dry_run=False)
+    assert list(runs.iterdir()) == []
+
+
+def test_rm_spares_what_a_living_one_began_from_and_what_has_only_a_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "a-20261129-120000-abcd"
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "state.json").write_text("{")
+    os.utime(folder, (0, 0))
+    other = {"run_id": "b", "run": {"init_from": str(folder / "checkpoints" / "step-1")}}
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "live_runs", lambda path: [other])  # pyright: ignore
+        with pytest.raises(Fault, match="is needed"):
+            remove.remove(tmp_path, ["a"], dry_run=True)
+    words = [sys.executable, "-c", "input()", f"{folder}/ops", "supervisor", str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as supervisor:
+        retry_until(lambda: "supervisor" in processes.command(supervisor.pid))
+        with pytest.raises(Fault, match="a living supervisor"):
+            remove.remove(tmp_path, ["a"], dry_run=True)
+        supervisor.kill()
+    assert remove.remove(tmp_path, ["a"], dry_run=True)["removed"]
 
 
 def test_a_lost_run_with_living_processes_stays(place: Container, shell: Shell) -> None:
