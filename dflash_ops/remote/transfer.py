@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -275,16 +276,22 @@ def _kept_back(path: Path, place: Path) -> str:
     """Why `get` doesn't read this; empty where it does: not a run's secrets, by whatever name, and in a run nothing
     that lies outside of it."""
     runs = path / "runs"
-    real, real_runs = place.resolve(), runs.resolve()
+    real_runs = _real_folder(runs)
+    real = place.resolve() if place.is_symlink() else _real_folder(place.parent) / place.name
     below = [at.relative_to(root).parts for at, root in ((place, runs), (real, real_runs)) if root in at.parents]
     if any(len(parts) > 1 and _SECRET.match(parts[1]) for parts in below):
         return "it holds secrets of a run, or a part of them"
     if runs not in place.parents:
         return ""
-    if not place.exists():
-        return "it is a link that leads nowhere" if place.is_symlink() else ""
+    if place.is_symlink() and not place.exists():
+        return "it is a link that leads nowhere"
     run = real_runs / place.relative_to(runs).parts[0]
     return "" if run in (real, *real.parents) else "it is a link that leads out of its run"
+
+
+@functools.lru_cache(64)
+def _real_folder(folder: Path) -> Path:
+    return folder.resolve()  # asked for each of its files
 
 
 def _nearest(place: Path) -> str:

@@ -177,7 +177,7 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
 
 
 def test_a_run_that_goes_on_is_fetched_as_it_stands(place: Container, shell: Shell, tmp_path: Path, soak: bool) -> None:
-    run = begin(shell, place, "a", "pause = 0.002")
+    run = begin(shell, place, "a", "pause = 0.002\nrecords = yes")  # a new status.json each step, too
     retry_until(lambda: train.status(shell, place, run.id).log_bytes > 1000)
     for _ in range(20 if soak else 2):
         keeping.fetch(shell, place, run, tmp_path, checkpoints="newest")
