@@ -298,7 +298,8 @@ def test_a_log_that_grows_is_got_as_long_as_it_was(shell: Shell, box: Box, tmp_p
         script += ["printf new | dd of=runs/x/torn conv=notrunc status=none; echo more >> runs/x/torn"]
         in_container(shell, box.container, "head -c 3000000 /dev/zero > runs/x/torn")
         data.get(shell, box.container, "runs/x/torn", tmp_path)
-    assert (tmp_path / "torn").read_bytes() == b"new" + bytes(2_999_997)
+    # As it was before or after: on a busy machine all may have been read before it was written anew.
+    assert (tmp_path / "torn").read_bytes() in (bytes(3_000_000), b"new" + bytes(2_999_997))
 
 
 def test_two_puts_of_one_file(shell: Shell, box: Box, tmp_path: Path, monkeypatch) -> None:
