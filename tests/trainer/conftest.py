@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_training
+from torch_repaired import as_it_came, undo
 from transformers import AutoTokenizer
+
+from trainer.threads import ThreadSafety, make_torch_thread_safe
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +40,29 @@ def tokenizer(tiny_folder: Path) -> Any:
 def own(tiny_folder: Path) -> Any:
     """The same, for a test that changes it."""
     return AutoTokenizer.from_pretrained(tiny_folder / "target")
+
+
+# --- torch beside threads: tests with `safety` have it repaired, the others as it came ---
+
+
+@pytest.fixture(scope="module")
+def torch_undone_at_the_end() -> Iterator[None]:
+    yield
+    undo()
+
+
+@pytest.fixture
+def torch_as_it_came(request: pytest.FixtureRequest, torch_undone_at_the_end: None) -> Iterator[None]:
+    with as_it_came(repaired="safety" in request.fixturenames):
+        yield
+
+
+@pytest.fixture
+def safety(torch_as_it_came: None) -> ThreadSafety:
+    return make_torch_thread_safe()
+
+
+@pytest.fixture
+def runs(soak: bool) -> range:
+    """Of a race."""
+    return range(50 if soak else 5)

@@ -3,7 +3,6 @@
 import math
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.fx._symbolic_trace as symbolic_trace
 import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.fx.traceback as traceback
 from torch import Tensor, nn
-from torch_repaired import add_one, as_it_came, raised, undo
+from torch_repaired import add_one, raised
 
 from trainer import fx_faults
 from trainer.diagnosis import tracing_threads
@@ -22,27 +21,7 @@ from trainer.threads import ThreadSafety, installed, make_torch_thread_safe
 
 NAMES = [fault.name for fault in FAULTS]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _undone_at_the_end() -> Iterator[None]:
-    yield
-    undo()
-
-
-@pytest.fixture(autouse=True)
-def _as_it_came(request: pytest.FixtureRequest) -> Iterator[None]:
-    with as_it_came(repaired="safety" in request.fixturenames):
-        yield
-
-
-@pytest.fixture
-def safety() -> ThreadSafety:
-    return make_torch_thread_safe()
-
-
-@pytest.fixture
-def runs(soak: bool) -> range:
-    return range(50 if soak else 5)
+pytestmark = pytest.mark.usefixtures("torch_as_it_came")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)

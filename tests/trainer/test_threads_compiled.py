@@ -1,40 +1,20 @@
 """With torch.fx repaired: compiled functions and compilations beside a thread that traces."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch_repaired import Two, add_one, as_it_came, raised, undo
+from torch_repaired import Two, add_one, raised, undo
 
 from trainer.forms import forms_move
 from trainer.fx_faults import Turns, in_threads
 from trainer.threads import ThreadSafety, make_compiler_thread_safe, make_torch_thread_safe
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _undone_at_the_end() -> Iterator[None]:
-    yield
-    undo()
-
-
-@pytest.fixture(autouse=True)
-def _as_it_came(request: pytest.FixtureRequest) -> Iterator[None]:
-    with as_it_came(repaired="safety" in request.fixturenames):
-        yield
-
-
-@pytest.fixture
-def safety() -> ThreadSafety:
-    return make_torch_thread_safe()
-
-
-@pytest.fixture
-def runs(soak: bool) -> range:
-    return range(50 if soak else 5)
+pytestmark = pytest.mark.usefixtures("torch_as_it_came")
 
 
 def called_beside_a_trace(compiled: Callable[[Tensor], Tensor]) -> tuple[Tensor, str]:

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,13 @@ import torch.fx.traceback as traceback
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
-from torch_repaired import Two, add_one, as_it_came, raised, undo
+from torch_repaired import Two, add_one, raised, undo
 
 from trainer import fx_faults
 from trainer.fx_faults import Turns, in_threads
-from trainer.threads import ThreadSafety, make_torch_thread_safe
+from trainer.threads import ThreadSafety
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _undone_at_the_end() -> Iterator[None]:
-    yield
-    undo()
-
-
-@pytest.fixture(autouse=True)
-def _as_it_came(request: pytest.FixtureRequest) -> Iterator[None]:
-    with as_it_came(repaired="safety" in request.fixturenames):
-        yield
-
-
-@pytest.fixture
-def safety() -> ThreadSafety:
-    return make_torch_thread_safe()
-
-
-@pytest.fixture
-def runs(soak: bool) -> range:
-    return range(50 if soak else 5)
+pytestmark = pytest.mark.usefixtures("torch_as_it_came")
 
 
 def test_many_threads_trace_at_once(safety: ThreadSafety, runs: range) -> None:
