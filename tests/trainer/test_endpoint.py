@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -235,30 +236,49 @@ def test_a_model_s_name_that_holds_the_key_is_refused(
 # --- the time is over ---
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+class Late(threading.Event):
     """The time is over once this is set, where there is a limit."""
-    event, elapsed = threading.Event(), Work.elapsed
-    monkeypatch.setattr(Work, "elapsed", lambda self: elapsed(self) + 10**6 * event.is_set())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def passed(self) -> int:
+        self.looks += self.is_set()
+        return 10**6 * self.is_set()
+
+    def wait_until_known(self) -> None:
+        """Returns when the main thread has acted on it: it looks again only after that."""
+        self.set()
+        until = time.monotonic() + 60
+        while self.looks < 2 and time.monotonic() < until:
+            threading.Event().wait(0.005)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    event, elapsed = Late(), Work.elapsed
+    monkeypatch.setattr(Work, "elapsed", lambda self: elapsed(self) + event.passed())
     return event
 
 
-def test_when_the_time_is_over_no_next_turn_is_asked(server: Server, tmp_path: Path, late: threading.Event) -> None:
+def test_when_the_time_is_over_no_next_turn_is_asked(server: Server, tmp_path: Path, late: Late) -> None:
     write_data(tmp_path, 12, turns=4)
     limit = ["--time-limit", "10000", "--concurrency", "2"]
 
     def slow(handler: Handler, body: dict[str, Any]) -> None:
-        if len(server.chats) > 10:
-            late.set()
-            threading.Event().wait(0.5)  # more than the main thread needs to see it
+        # One or both of the first two are done then, and two turns of the third are to go.
+        if body["messages"][-1]["content"] in ("q2.1", "q3.0"):
+            late.wait_until_known()
         handler.say(good(body))
 
     server.always = slow
     rows = run(server, tmp_path, *limit)
-    assert len(server.chats) <= 12
+    asked: set[str] = {body["messages"][-1]["content"] for body in server.chats}
+    assert "q2.2" not in asked and "q3.1" not in asked and len(asked) == len(server.chats) <= 12
     origin = json.loads((tmp_path / "out.jsonl.origin.json").read_text())
-    assert origin["complete"] is False and origin["unasked"] == 12 - len(rows) and len(rows) in (3, 4)
-    assert origin["counts"]["unasked_turns"] > 0 and origin["counts"]["answered"] == len(server.chats)
+    assert origin["complete"] is False and origin["unasked"] == 12 - len(rows) and len(rows) in (2, 3, 4)
+    assert origin["counts"]["unasked_turns"] >= 2 and origin["counts"]["answered"] == len(server.chats)
     server.always = None
     late.clear()
     rows = run(server, tmp_path, *limit)
@@ -268,20 +288,26 @@ def test_when_the_time_is_over_no_next_turn_is_asked(server: Server, tmp_path: P
 
 @pytest.mark.parametrize("passing", ["hangs", "503"])
 def test_when_the_time_is_over_no_further_try_is_made(
-    server: Server, tmp_path: Path, late: threading.Event, passing: str, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, late: Late, passing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    answered, both = threading.Semaphore(0), threading.Lock()
+
     def fault(handler: Handler, body: dict[str, Any]) -> None:
         if body["messages"][0]["content"] in ("q0.0", "q1.0"):
             handler.say(good(body))
+            answered.release()
             return
-        late.set()
+        with both:  # the first two are asked before the time is over
+            if not late.is_set():
+                assert answered.acquire(timeout=60) and answered.acquire(timeout=60)
+        late.wait_until_known()
         if passing == "503":
             handler.say({"error": "busy"}, 503, Retry_After="30")
         else:
-            threading.Event().wait(2)
+            threading.Event().wait(4)
 
     server.always = fault
-    rows = run(server, tmp_path, "--time-limit", "10000", "--concurrency", "4", "--request-timeout", "0.7")
+    rows = run(server, tmp_path, "--time-limit", "10000", "--concurrency", "4", "--request-timeout", "2")
     assert len(rows) == 2 and counts(tmp_path)["unanswerable"] == 0
     tries = [body["messages"][0]["content"] for body in server.chats]
     assert len(tries) == len(set(tries)) <= 6
