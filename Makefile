@@ -34,6 +34,21 @@ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "make: $(PYTHON) is older than 3.11. Run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 endef
 
+# Servers and shells that some tests meet; they are skipped where these are missing. Where systemd runs, installing
+# openssh-server would start a server for good, so there that is left to the user.
+define EXTRAS
+missing=""; \
+command -v fish >/dev/null || missing="$$missing fish"; \
+command -v tcsh >/dev/null || missing="$$missing tcsh"; \
+command -v ssh >/dev/null || missing="$$missing openssh-client"; \
+[ -d /run/systemd/system ] || PATH="$$PATH:/usr/sbin" command -v sshd >/dev/null || missing="$$missing openssh-server"; \
+if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	echo "installing$$missing"; \
+	{ apt-get update && apt-get install -y --no-install-recommends$$missing; } >/dev/null 2>&1 \
+		|| echo "make: could not install$$missing: the tests that need them are skipped" >&2; \
+fi
+endef
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(SYSTEM)
 	$(PYTHON) -m venv $(VENV)
@@ -50,9 +65,11 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 test: $(STAMP)
+	@$(EXTRAS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 soak: $(STAMP)
+	@$(EXTRAS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --soak
 
 lock: $(STAMP)
