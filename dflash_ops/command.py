@@ -53,8 +53,26 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Api:
+    """The Proxmox VE API of a host. address: None for the host's own; user: the token's, with its realm (bot@pve);
+    token_env, token_file: the variable, or the file of mode 0600, that holds the token's secret; ca: a file of
+    certificates; fingerprint: the server certificate's SHA-256, "AA:BB:..."; node: its name in the cluster."""
+
+    address: str | None = None
+    port: int = 8006
+    user: str | None = None
+    token_name: str | None = None
+    token_env: str = "DFLASH_OPS_PVE_TOKEN"
+    token_file: Path | None = None
+    ca: Path | None = None
+    fingerprint: str | None = None
+    node: str | None = None
+
+
+@dataclass(frozen=True)
 class Host:
-    """A hypervisor. `address` is a host name, an address, or an alias of ~/.ssh/config."""
+    """A hypervisor. `address` is a host name, an address, or an alias of ~/.ssh/config; ssh_config: a file read instead
+    of that one. user: who logs in; None: whom ssh's configuration says."""
 
     name: str
     address: str
@@ -62,6 +80,8 @@ class Host:
     user: str | None = None
     key: Path | None = None
     known_hosts: Path | None = None
+    ssh_config: Path | None = None
+    api: Api | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +102,8 @@ class Pins:
 class Container:
     """A container on a host. `path` holds releases, runs, shared and env; `gpus` are the host's indices of its GPUs, in
     the order in which the container sees them (empty: none are declared, nothing is locked). env_check: whether a start
-    compares the environment with what the release wants."""
+    compares the environment with what the release wants. user: who runs the trainer in there (None: root). name: the
+    inventory's."""
 
     host: Host
     vmid: int
@@ -92,6 +113,8 @@ class Container:
     via: Literal["lxc-attach", "pct"] = "lxc-attach"
     pins: Pins = Pins()
     env_check: bool = True
+    user: str | None = None
+    name: str = ""
 
     def __str__(self) -> str:
         return f"{self.host.name} / container {self.vmid}"

@@ -6,6 +6,12 @@
     [hosts.lab]
     address = "lab"                    # a host name, an address, or an alias of ~/.ssh/config
     port = 22                          # port, user, key, known_hosts: only what ssh's own configuration does not say
+    ssh_config = "ssh_config"          # another file than ~/.ssh/config, as in `ssh -F`
+
+    [hosts.lab.api]                    # the Proxmox VE API: `ct` and `discover` use it, and go by ssh without it
+    user = "bot@pve"
+    token_name = "dflash"              # its secret: in the variable DFLASH_OPS_PVE_TOKEN, or in `token_file`, mode 0600
+    ca = "lab-ca.pem"                  # or fingerprint = "AA:BB:..."
 
     [hosts.toy]
     sandbox = "default"                # instead of all that: a running `dflash-ops sandbox`
@@ -17,6 +23,7 @@
     python = "/opt/venv/bin/python"    # what `env sync` makes the trainer's environment of, and what runs the trainer
                                        # where none was made; "sandbox": the sandbox's own
     gpus = [0, 1]                      # the host's indices of its GPUs, as the container sees them in turn
+    user = "train"                     # who runs the trainer in there; root when it is not said
     via = "lxc-attach"                 # or "pct"
     env_check = true                   # whether `train start` compares its packages with the release's lock
 
@@ -25,80 +32,41 @@
     cuda_index = "https://..."         # the package index that has it; PyTorch's site names one for each CUDA
     transformers = "5.20.0"
 
+    [groups]                           # words of --on, beside the names of containers and hosts, and `all`
+    night = ["trainer", "lab"]         # a host stands for all containers on it; groups may hold groups
+
 It is looked for at --inventory, at DFLASH_OPS_INVENTORY, then in the working folder and upwards: `dflash-ops.toml`, or
 `inventory/default.toml`, or `inventory/sandbox.toml`. The first one found counts; files are never merged.
 """
 
-import difflib
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from dflash_ops.command import Container, Host, Pins
-from dflash_ops.errors import ConfigError, NotFoundError
+from dflash_ops.command import Api, Container, Host, Pins
+from dflash_ops.errors import ConfigError, NotFoundError, UsageFault
+from dflash_ops.inventory_faults import (
+    Fault,
+    between_tables,
+    line_of,
+    listed,
+    members,
+    nearest,
+    of_shape,
+    two_meanings,
+)
+from dflash_ops.inventory_tables import SANDBOX, ApiTable, InventoryFile
+
+if TYPE_CHECKING:
+    from dflash_ops.sandbox.state import SandboxState
 
 _VARIABLE = "DFLASH_OPS_INVENTORY"
 _WHERE_TO_PUT_ONE = f"write a dflash-ops.toml (inventory/lab.toml.example shows one), or set {_VARIABLE}"
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class HostTable(_Table):
-    """[hosts.NAME]: either `sandbox`, or `address` and what ssh's own configuration does not say of it."""
-
-    address: str | None = Field(None, pattern=r"^[^\s@]+$")
-    port: int | None = Field(None, ge=1, le=65535)
-    user: str | None = Field(None, min_length=1)
-    key: str | None = Field(None, min_length=1)
-    known_hosts: str | None = Field(None, min_length=1)
-    sandbox: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9-]*$")
-
-    @model_validator(mode="after")
-    def _one_way_there(self) -> "HostTable":
-        if self.sandbox is None and self.address is None:
-            raise ValueError("needs `address`, or `sandbox`")
-        if self.sandbox is not None and self.model_fields_set != {"sandbox"}:
-            others = ", ".join(sorted(self.model_fields_set - {"sandbox"}))
-            raise ValueError(f"`sandbox` says all there is to say; remove: {others}")
-        return self
-
-
-class PinsTable(_Table):
-    """[containers.NAME.pins]"""
-
-    torch: Annotated[str | None, Field(pattern=r"^(cpu|cu\d{3}|\d[\w.+!]*)$")] = None
-    cuda_index: Annotated[str | None, Field(pattern=r"^(https?|file)://\S+$")] = None
-    transformers: Annotated[str | None, Field(pattern=r"^\d[\w.+!]*$")] = None
-
-
-class ContainerTable(_Table):
-    """[containers.NAME]"""
-
-    host: str
-    vmid: int = Field(ge=100, le=999_999_999)
-    path: str = Field("/opt/dflash", pattern=r"^/[^\x00]*[^\x00/]$")
-    python: str = Field("python3", min_length=1)
-    gpus: list[Annotated[int, Field(ge=0)]] = []
-    via: Literal["lxc-attach", "pct"] = "lxc-attach"
-    env_check: bool = True
-    pins: PinsTable = PinsTable()
-
-
-class InventoryFile(_Table):
-    """The whole file."""
-
-    default: str | None = None
-    source: str | None = Field(None, min_length=1)
-    hosts: dict[str, HostTable] = {}
-    containers: dict[str, ContainerTable] = {}
 
 
 @dataclass(frozen=True)
@@ -107,11 +75,12 @@ class Inventory:
 
     file: Path
     tables: InventoryFile
+    text: str = ""
 
     @property
     def source(self) -> Path | None:
         """What `deploy` sends when it is not told, if the file says so."""
-        return self._relative("source", self.tables.source) if self.tables.source else None
+        return self._path(("source",), self.tables.source)
 
     def container(self, name: str | None = None) -> Container:
         """The container of that name; without one, the default's, or the only one there is."""
@@ -121,24 +90,65 @@ class Inventory:
             raise ConfigError(
                 "no container is named",
                 where=str(self.file),
-                why="it has no `default` and " + (f"these containers: {_list(tables)}" if tables else "no containers"),
+                why="it has no `default` and " + (f"these containers: {listed(tables)}" if tables else "no containers"),
                 next="add `default`, or say -t NAME",
             )
         if name not in tables:
             raise NotFoundError(
                 f"no container is called {name!r}",
                 where=str(self.file),
-                why=f"it has: {_list(tables)}{_nearest(name, tables)}",
+                why=f"it has: {listed(tables)}{nearest(name, tables)}",
                 next="-t NAME with one of these",
             )
-        table = tables[name]
+        return self._container(name)
+
+    def select(self, words: Sequence[str]) -> tuple[Container, ...]:
+        """The containers that words name: containers, hosts (all their containers), groups, `all`; several in a word
+        with commas between them. In the words' order, each once.
+
+        UsageFault for no word at all, and for one with two meanings; NotFoundError for what nothing is called, and for
+        hosts without containers."""
+        names = [name for word in words for part in word.split(",") if (name := part.strip())]
+        if not names:
+            raise UsageFault(
+                "no container is named", where=str(self.file), next="name a container, host, group, or all"
+            )
+        chosen = dict.fromkeys(name for word in names for name in self._named(word))
+        if not chosen:
+            raise NotFoundError(
+                "no container is on " + ", ".join(names),
+                where=str(self.file),
+                why=f"it has these containers: {listed(self.tables.containers)}",
+                next="add one: dflash-ops init, or dflash-ops inventory discover",
+            )
+        hosts = {host: self.host(host) for host in dict.fromkeys(self.tables.containers[name].host for name in chosen)}
+        return tuple(self._container(name, hosts[self.tables.containers[name].host]) for name in chosen)
+
+    def _named(self, word: str) -> list[str]:
+        """The names of the containers that one word stands for."""
+        tables = self.tables
+        if why := two_meanings(tables, word):
+            raise UsageFault(f"{word} has two meanings", where=str(self.file), why=why, next="or name the containers")
+        if (found := members(tables, word)) is not None:
+            return found
+        known = [*tables.containers, *tables.hosts, *tables.groups]
+        raise NotFoundError(
+            f"nothing is called {word!r}",
+            where=str(self.file),
+            why=f"containers: {listed(tables.containers)}; hosts: {listed(tables.hosts)}; groups: "
+            f"{listed(tables.groups)}{nearest(word, known)}",
+            next="name one of these, or all",
+        )
+
+    def _container(self, name: str, host: Host | None = None) -> Container:
+        table = self.tables.containers[name]
         python, pins = table.python, Pins(table.pins.torch, table.pins.cuda_index, table.pins.transformers)
-        if python == "sandbox":
-            python = self._sandbox_python(name, table)
+        if python == SANDBOX:
+            python = self._sandbox(table.host).python
             if pins.torch is None:  # it is the one that this machine has, on a CPU or with some CUDA
                 pins = replace(pins, torch=_own_torch())
         return Container(
-            self.host(table.host),
+            host or self.host(table.host),
             table.vmid,
             table.path,
             python,
@@ -146,37 +156,70 @@ class Inventory:
             via=table.via,
             pins=pins,
             env_check=table.env_check,
+            user=table.user,
+            name=name,
         )
 
     def host(self, name: str) -> Host:
+        """The host of that name; NotFoundError where there is none, or its sandbox is not up."""
+        if name not in self.tables.hosts:
+            raise NotFoundError(
+                f"no host is called {name!r}",
+                where=str(self.file),
+                why=f"it has: {listed(self.tables.hosts)}{nearest(name, self.tables.hosts)}",
+                next="name one of these",
+            )
         table = self.tables.hosts[name]
         if table.sandbox is not None:
-            from dflash_ops.sandbox.state import read
-
-            state = read(os.environ.get("DFLASH_OPS_SANDBOX") or table.sandbox)
+            state = self._sandbox(name)
             return Host(name, state.host, state.port, state.user, state.key, state.known_hosts)
         assert table.address is not None  # the table was checked
-        key = self._relative(f"hosts.{name}.key", table.key) if table.key else None
-        known_hosts = self._relative(f"hosts.{name}.known_hosts", table.known_hosts) if table.known_hosts else None
-        return Host(name, table.address, table.port, table.user, key, known_hosts)
+        at = ("hosts", name)
+        return Host(
+            name,
+            table.address,
+            table.port,
+            table.user,
+            self._path((*at, "key"), table.key),
+            self._path((*at, "known_hosts"), table.known_hosts),
+            self._path((*at, "ssh_config"), table.ssh_config),
+            self._api((*at, "api"), table.api) if table.api else None,
+        )
 
-    def _sandbox_python(self, name: str, table: ContainerTable) -> str:
+    def _api(self, at: tuple[str, ...], table: ApiTable) -> Api:
+        return Api(
+            table.address,
+            table.port,
+            table.user,
+            table.token_name,
+            table.token_env,
+            self._path((*at, "token_file"), table.token_file),
+            self._path((*at, "ca"), table.ca),
+            table.fingerprint.upper() if table.fingerprint else None,
+            table.node,
+        )
+
+    def _sandbox(self, host: str) -> "SandboxState":
         from dflash_ops.sandbox.state import read
 
-        sandbox = self.tables.hosts[table.host].sandbox
-        if sandbox is None:
-            raise _bad(self.file, f"containers.{name}.python", f'"sandbox" needs a sandbox host; {table.host} is none')
-        return str(read(os.environ.get("DFLASH_OPS_SANDBOX") or sandbox).python)
+        sandbox = self.tables.hosts[host].sandbox
+        assert sandbox is not None  # the tables were checked
+        return read(os.environ.get("DFLASH_OPS_SANDBOX") or sandbox)
 
-    def _relative(self, key: str, text: str) -> Path:
+    def _path(self, key: tuple[str, ...], text: str | None) -> Path | None:
         """The path that a key of the file says; relative ones start at its folder."""
+        if text is None:
+            return None
         try:
             return self.file.parent / Path(text).expanduser()
         except RuntimeError as error:  # no such user
-            raise _bad(self.file, key, f"{text!r} has no home folder") from error
+            fault = Fault(".".join(key), f"{text!r} has no home folder", line_of(self.text, key))
+            raise _bad(self.file, fault) from error
 
 
 def _own_torch() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # slow to load, and for a sandbox alone
+
     try:
         return version("torch")
     except PackageNotFoundError:
@@ -237,36 +280,34 @@ def load(explicit: Path | None = None) -> Inventory:
 
 
 def parse(text: str, file: Path) -> Inventory:
-    """Checks an inventory's text; `file` is named in errors and is where relative paths start. Pure."""
+    """Checks an inventory's text; `file` is named in errors and is where relative paths start. Pure.
+
+    ConfigError names the first fault, and how many more there are."""
+    found = examine(text)
+    if isinstance(found, InventoryFile):
+        return Inventory(file.absolute(), found, text)
+    error = _bad(file, found[0])
+    if len(found) > 1:
+        error = ConfigError(
+            error.what,
+            where=error.where,
+            why=f"{error.why} (and {len(found) - 1} more)",
+            next=f"{error.next}; dflash-ops inventory check shows all",
+        )
+    raise error
+
+
+def examine(text: str) -> InventoryFile | list[Fault]:
+    """What an inventory's text says, or all that is wrong with it. Pure."""
     try:
         tables = InventoryFile.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            "the inventory is not TOML", where=str(file), why=str(error), next="correct that line"
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            "the inventory is not TOML", where=str(file), why="brackets in brackets without end", next="correct them"
-        ) from error
+        return [Fault("", str(error))]
+    except RecursionError:
+        return [Fault("", "brackets in brackets without end")]
     except ValidationError as error:
-        raise _first_fault(error, file) from error
-    for name, table in tables.containers.items():
-        if table.host not in tables.hosts:
-            raise _bad(
-                file,
-                f"containers.{name}.host",
-                f"no host is called {table.host!r}; hosts: {_list(tables.hosts)}{_nearest(table.host, tables.hosts)}",
-            )
-        if len(set(table.gpus)) < len(table.gpus):
-            raise _bad(file, f"containers.{name}.gpus", f"a GPU is named twice: {table.gpus}")
-    if tables.default is not None and tables.default not in tables.containers:
-        known = tables.containers
-        raise _bad(
-            file,
-            "default",
-            f"no container is called {tables.default!r}; containers: {_list(known)}{_nearest(tables.default, known)}",
-        )
-    return Inventory(file.absolute(), tables)
+        return of_shape(error, text)
+    return between_tables(tables, text) or tables
 
 
 def _in_folder(folder: Path) -> Path | None:
@@ -276,48 +317,8 @@ def _in_folder(folder: Path) -> Path | None:
     return None
 
 
-def _first_fault(error: ValidationError, file: Path) -> ConfigError:
-    """pydantic's first complaint in our words: key, what it may be, the nearest right key."""
-    faults = error.errors(include_url=False)
-    fault = faults[0]
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path)
-    if fault["type"] == "extra_forbidden":
-        allowed = sorted(_fields_at(path[:-1]))
-        why = f"no such key; allowed: {', '.join(allowed)}{_nearest(path[-1], allowed)}"
-    elif fault["type"] == "missing":
-        why = "is missing"
-    elif fault["type"] == "value_error":
-        why = fault["msg"].removeprefix("Value error, ")
-    elif fault["type"] in ("model_type", "dict_type"):
-        why = f"must be a table, not {fault['input']!r}"
-    else:
-        why = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, not {fault['input']!r}"
-    if len(faults) > 1:
-        why += f" (and {len(faults) - 1} more)"
-    return _bad(file, key, why)
-
-
-def _fields_at(path: list[str]) -> Iterable[str]:
-    match path:
-        case ["hosts", _]:
-            return HostTable.model_fields
-        case ["containers", _]:
-            return ContainerTable.model_fields
-        case ["containers", _, "pins"]:
-            return PinsTable.model_fields
-        case _:
-            return InventoryFile.model_fields
-
-
-def _bad(file: Path, key: str, why: str) -> ConfigError:
-    return ConfigError(f"wrong inventory: {key}", where=str(file), why=why, next=f"correct `{key}`")
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; nearest: {close[0]}" if close else ""
+def _bad(file: Path, fault: Fault) -> ConfigError:
+    where = str(file) if fault.line is None else f"{file}:{fault.line}"
+    if not fault.key:
+        return ConfigError("the inventory is not TOML", where=where, why=fault.why, next="correct that line")
+    return ConfigError(f"wrong inventory: {fault.key}", where=where, why=fault.why, next=f"correct `{fault.key}`")

@@ -21,7 +21,9 @@ SPEAKS_SSH = ("dflash_ops/ssh.py", "dflash_ops/sandbox/")
 PURE = {
     "errors": set(),
     "command": {"errors"},
-    "inventory": {"command", "errors", "sandbox"},
+    "inventory_tables": set(),
+    "inventory_faults": {"inventory_tables"},
+    "inventory": {"command", "errors", "inventory_faults", "inventory_tables", "sandbox"},
     "release": {"errors", "remote"},
     "ssh": {"command", "errors"},
     "terminal": set(),

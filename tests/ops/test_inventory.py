@@ -1,13 +1,15 @@
 """The inventory: what it may say, how it is found, and what is said of a wrong one."""
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.errors import ConfigError, NotFoundError
+from dflash_ops.command import Api
+from dflash_ops.errors import ConfigError, NotFoundError, OpsError, UsageFault
 from dflash_ops.inventory import Inventory, find, load, parse
 
 FILE = Path("/somewhere/dflash-ops.toml")
@@ -57,6 +59,112 @@ def test_everything_it_may_say_arrives_in_the_container() -> None:
     )
 
 
+SEVERAL = """
+[hosts.lab]
+address = "lab"
+[hosts.far]
+address = "far"
+[hosts.bare]
+address = "bare"
+[containers.a]
+host = "lab"
+vmid = 200
+user = "train"
+[containers.b]
+host = "far"
+vmid = 200
+[containers.c]
+host = "lab"
+vmid = 201
+[groups]
+night = ["c", "far"]
+both = ["b", "night", "a"]
+every = ["all"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["b"], "b"),
+        (["lab"], "a c"),
+        (["night"], "c b"),
+        (["both"], "b c a"),
+        (["all"], "a b c"),
+        (["every", "a"], "a b c"),
+        (["c,b", " a , c "], "c b a"),
+        (["far,lab"], "b a c"),
+        (["bare", "b"], "b"),
+    ],
+)
+def test_words_name_containers_hosts_and_groups(words: list[str], names: str) -> None:
+    assert [container.name for container in read(SEVERAL).select(words)] == names.split()
+
+
+def test_containers_of_one_host_share_it_and_know_their_user() -> None:
+    a, b, c = read(SEVERAL).select(["all"])
+    assert a.host is c.host and a.host != b.host
+    assert (a.user, b.user) == ("train", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        ([], UsageFault, "no container is named"),
+        ([" , "], UsageFault, "no container is named"),
+        (["a", "nigth"], NotFoundError, "nothing is called 'nigth'.*groups: night, both, every; nearest: night"),
+        (["bare"], NotFoundError, "no container is on bare"),
+    ],
+)
+def test_words_that_name_no_container_are_refused(words: list[str], error: type[OpsError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        read(SEVERAL).select(words)
+
+
+def test_a_name_of_a_host_and_a_container_must_mean_the_same() -> None:
+    one = '[hosts.x]\naddress = "x"\n[containers.x]\nhost = "x"\nvmid = 200\n'
+    assert [container.name for container in read(one).select(["x"])] == ["x"]
+    two = read(one + '[containers.y]\nhost = "x"\nvmid = 201\n')
+    assert two.container("x").vmid == 200  # -t is always a container
+    with pytest.raises(UsageFault, match=r"x has two meanings.*a host with these: x, y"):
+        two.select(["x"])
+
+
+def test_groups_that_hold_each_other_many_times_over_are_read_at_once() -> None:
+    groups = "".join(f'g{n} = ["g{n + 1}", "g{n + 1}", "all"]\n' for n in range(200))
+    assert len(read(f'{SEVERAL}{groups}g200 = ["a"]').select(["g0"])) == 3
+
+
+def test_the_api_of_a_host_has_paths_beside_the_file() -> None:
+    text = LAB + '[hosts.lab.api]\nuser = "bot@pve"\ntoken_name = "ops"\nca = "lab-ca.pem"\ntoken_file = "/k/token"\n'
+    api = read(text).host("lab").api
+    assert api == Api(user="bot@pve", token_name="ops", ca=Path("/somewhere/lab-ca.pem"), token_file=Path("/k/token"))
+    assert (api.port, api.token_env) == (8006, "DFLASH_OPS_PVE_TOKEN")
+    assert read(LAB).host("lab").api is None
+
+
+SECRET = "5f1a3c0e-9d7b-4b0e-8f5e-0123456789ab"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[hosts.lab.api]\ntoken = "{SECRET}"',
+        f'[hosts.lab.api]\nsecret = "{SECRET}"',
+        f'[hosts.lab.api]\ntoken_name = "bot@pve!ops={SECRET}"',
+        f'[hosts.lab.api]\nuser = "bot@pve!ops={SECRET}"',
+        f'[hosts.lab.api]\nport = "{SECRET}"',
+        f'[hosts.lab]\naddress = "lab"\napi = "{SECRET}"',
+    ],
+)
+def test_a_secret_in_the_file_is_refused_and_shown_nowhere(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text if "address" in text else f"{LAB}{text}")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    if "oken =" in text or "secret" in text:
+        assert "DFLASH_OPS_PVE_TOKEN" in caught.value.line() and "token_file" in caught.value.line()
+
+
 def test_the_only_container_needs_no_default() -> None:
     assert read(LAB + '[containers.one]\nhost = "lab"\nvmid = 200\n').container().vmid == 200
 
@@ -65,8 +173,15 @@ def test_the_only_container_needs_no_default() -> None:
     ("text", "says"),
     [
         ("a = 1\nb = \n", ["not TOML", "line 2"]),
-        ('defalt = "x"', ["defalt", "allowed: containers, default, hosts, source", "nearest: default"]),
-        ('[hosts.lab]\nadress = "x"', ["hosts.lab.adress", "allowed: address, key, known_hosts", "nearest: address"]),
+        ('defalt = "x"', ["defalt", "allowed: containers, default, groups, hosts, source", "nearest: default"]),
+        (
+            '[hosts.lab]\nadress = "x"',
+            [
+                "hosts.lab.adress",
+                "allowed: address, api, key, known_hosts, port, sandbox, ssh_config",
+                "nearest: address",
+            ],
+        ),
         (LAB + 'port = "22"', ["hosts.lab.port", "integer", "'22'"]),
         (LAB + "port = 70000", ["hosts.lab.port", "65535"]),
         ("[hosts.lab]\n", ["hosts.lab", "needs `address`, or `sandbox`"]),
@@ -80,6 +195,14 @@ def test_the_only_container_needs_no_default() -> None:
         (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\ngpus = [0, 0]', ["containers.c.gpus", "twice"]),
         (LAB + '[containers.c]\nhost = "lab"\nvmid = 200\ngpu = [0]', ["containers.c.gpu", "nearest: gpus"]),
         (LAB + 'default = "c"', ["hosts.lab.default", "no such key"]),
+        (LAB + "[groups]\na = []", ["groups.a", "at least 1"]),
+        (LAB + '[groups]\nlab = ["all"]', ["groups.lab", "a host is called 'lab' too"]),
+        (LAB + '[groups]\na = ["lob"]', ["groups.a", "nothing is called 'lob'", "nearest: lab"]),
+        (LAB + '[groups]\na = ["b"]\nb = ["c", "lab"]\nc = ["a"]', ["groups.a", "a -> b -> c -> a"]),
+        (LAB + '[groups]\nall = ["lab"]', ["groups.all", "every container"]),
+        (LAB + '[groups]\n"a,b" = ["lab"]', ["groups.a,b", "can't be a name"]),
+        (LAB + '[containers."-x"]\nhost = "lab"\nvmid = 200', ["containers.-x", "can't be a name"]),
+        ('default = "lab"\n' + LAB, ["default", "a host is, and a default is one container"]),
         ('default = "d"\n' + LAB + '[containers.c]\nhost = "lab"\nvmid = 200', ["default", "containers: c"]),
         ("hosts = 3", ["hosts", "must be a table, not 3"]),
         ("[hosts]\nlab = 3", ["hosts.lab", "must be a table, not 3"]),
@@ -186,9 +309,9 @@ def toml(value: object) -> str:
             return json.dumps(value)
 
 
-@given(st.sampled_from(["default", "source", "hosts", "containers"]), VALUES)
+@given(st.sampled_from(["default", "source", "hosts", "containers", "groups"]), VALUES)
 def test_any_values_are_taken_or_refused_in_one_line(key: str, value: object) -> None:
-    others = {"hosts": '{h = {address = "lab"}}', "containers": '{c = {host = "h", vmid = 200}}'}
+    others = {"hosts": '{h = {address = "lab"}}', "containers": '{c = {host = "h", vmid = 200}}', "groups": "{}"}
     text = "\n".join(f"{name} = {text}" for name, text in {**others, key: toml(value)}.items())
     try:
         parse(text, FILE)
