@@ -36,7 +36,8 @@
     night = ["trainer", "lab"]         # a host stands for all containers on it; groups may hold groups
 
 It is looked for at --inventory, at DFLASH_OPS_INVENTORY, then in the working folder and upwards: `dflash-ops.toml`, or
-`inventory/default.toml`, or `inventory/sandbox.toml`. The first one found counts; files are never merged.
+`inventory/default.toml`, or `inventory/sandbox.toml`; then in the user's config folder, `dflash-ops/inventory.toml`.
+The first one found counts; files are never merged. `inventory_tables` has every key, with its rules.
 """
 
 import os
@@ -60,13 +61,13 @@ from dflash_ops.inventory_faults import (
     of_shape,
     two_meanings,
 )
+from dflash_ops.inventory_file import find as find
+from dflash_ops.inventory_file import read
+from dflash_ops.inventory_file import working_folder as working_folder
 from dflash_ops.inventory_tables import SANDBOX, ApiTable, InventoryFile
 
 if TYPE_CHECKING:
     from dflash_ops.sandbox.state import SandboxState
-
-_VARIABLE = "DFLASH_OPS_INVENTORY"
-_WHERE_TO_PUT_ONE = f"write a dflash-ops.toml (inventory/lab.toml.example shows one), or set {_VARIABLE}"
 
 
 @dataclass(frozen=True)
@@ -226,57 +227,10 @@ def _own_torch() -> str | None:
         return None
 
 
-def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
-    """The inventory file to use. ConfigError when there is none."""
-    named = explicit or (Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None)
-    try:
-        if named is not None:
-            return _named(named, "--inventory" if explicit else _VARIABLE)
-        return _upwards(start.absolute() if start else working_folder())
-    except OSError as error:
-        where = os.fsdecode(error.filename or "")
-        raise ConfigError(
-            "the inventory can't be looked for", where=where, why=error.strerror or str(error), next=_WHERE_TO_PUT_ONE
-        ) from error
-
-
-def _named(named: Path, said_by: str) -> Path:
-    file = _in_folder(named) if named.is_dir() else named
-    if file is None or not file.is_file():
-        raise ConfigError("there is no such inventory", where=str(named), why=f"{said_by} names it", next="correct it")
-    return file
-
-
-def _upwards(start: Path) -> Path:
-    for folder in (start, *start.parents):
-        if (file := folder / "dflash-ops.toml").is_file():
-            return file
-        if (file := _in_folder(folder / "inventory")) is not None:
-            return file
-    raise ConfigError(
-        "no inventory", where=f"{start} and above", why="nothing says where to go", next=_WHERE_TO_PUT_ONE
-    )
-
-
-def working_folder() -> Path:
-    """Where we are. ConfigError when that folder has been removed."""
-    try:
-        return Path.cwd()
-    except OSError as error:
-        raise ConfigError(
-            "the working folder is gone", why=error.strerror or str(error), next="cd to a folder that is there"
-        ) from error
-
-
 def load(explicit: Path | None = None) -> Inventory:
     """Finds and reads the inventory."""
     file = find(explicit)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError("the inventory can't be read", where=str(file), why=why, next="correct it") from error
-    return parse(text, file)
+    return parse(read(file), file)
 
 
 def parse(text: str, file: Path) -> Inventory:
@@ -308,13 +262,6 @@ def examine(text: str) -> InventoryFile | list[Fault]:
     except ValidationError as error:
         return of_shape(error, text)
     return between_tables(tables, text) or tables
-
-
-def _in_folder(folder: Path) -> Path | None:
-    for name in ("default.toml", "sandbox.toml"):
-        if (file := folder / name).is_file():
-            return file
-    return None
 
 
 def _bad(file: Path, fault: Fault) -> ConfigError:

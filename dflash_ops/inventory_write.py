@@ -1,0 +1,176 @@
+"""Adding hosts and containers to an inventory: what is there stays as it is, comments and order too.
+
+New tables go to the end of the file, where they come between nobody's lines; only where the file's own form forbids
+that (`hosts = {...}`) is a table put beside the others. The new text is read back before it takes the old one's place.
+"""
+
+import contextlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from dflash_ops.errors import BusyError, ConfigError, OpsError, UsageFault
+from dflash_ops.inventory import examine, parse
+from dflash_ops.inventory_file import BOM, decoded
+from dflash_ops.inventory_tables import InventoryFile
+
+Entry = Mapping[str, object]  # a table's keys as the inventory writes them; None is left out
+
+
+def add_host(file: Path, name: str, **keys: object) -> None:
+    """Adds [hosts.NAME] with these keys (`address`, `user`, `api` ...: those of HostTable, None for what is not said).
+
+    Makes the file where there is none. UsageFault where the name is taken or a key is wrong; ConfigError where the file
+    is wrong already, or can't be written; BusyError where somebody else writes it."""
+    add(file, hosts={name: keys})
+
+
+def add_container(file: Path, name: str, **keys: object) -> None:
+    """Adds [containers.NAME] with these keys (`host`, `vmid`, `gpus` ...: those of ContainerTable). Errors: add_host's.
+
+    Where there was one container and no `default`, that one becomes the default: what worked without -t still does."""
+    add(file, containers={name: keys})
+
+
+def add(file: Path, *, hosts: Mapping[str, Entry] | None = None, containers: Mapping[str, Entry] | None = None) -> None:
+    """Adds all of these at once, or nothing. Errors: add_host's."""
+    new = {"hosts": _written(hosts or {}), "containers": _written(containers or {})}
+    try:
+        real = file.resolve()  # a link stays a link
+        real.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(real.parent):
+            old = real.read_bytes() if real.exists() else b""
+            text = added(decoded(old, file), file, new)
+            _replace(real, BOM + text if old.startswith(BOM.encode()) else text)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+        raise ConfigError(
+            "the inventory can't be written", where=str(file), why=getattr(error, "strerror", None) or str(error)
+        ) from error
+
+
+def added(text: str, file: Path, new: Mapping[str, Mapping[str, Entry]]) -> str:
+    """The text with new tables: {"hosts": {name: keys}, "containers": {name: keys}}. Pure; `file` is for errors."""
+    before = parse(text, file).tables
+    for kind, there in (("hosts", before.hosts), ("containers", before.containers)):
+        for name in new[kind]:
+            if name in there:
+                raise UsageFault(
+                    f"there is a {kind[:-1]} {name!r} already", where=str(file), next="choose another name, or edit it"
+                )
+    default = _new_default(before, new["containers"])
+    wanted: dict[str, Any] = {**default, **tomllib.loads(text)}
+    for kind, entries in new.items():
+        if entries:
+            wanted[kind] = {**wanted.get(kind, {}), **entries}
+    for attempt in (_at_the_end, _beside_the_others):
+        result = attempt(_with_default(text, default), new)
+        found = examine(result)
+        if isinstance(found, InventoryFile) and tomllib.loads(result) == wanted:
+            return result
+        if not isinstance(found, InventoryFile) and found[0].key:  # it is TOML, and says what may not be
+            raise UsageFault(
+                f"this can't be written into the inventory: {found[0].key}", where=str(file), why=found[0].why
+            )
+    tables = tomlkit.dumps({kind: entries for kind, entries in new.items() if entries})
+    raise OpsError("the inventory is written in a way that we can't add to", where=str(file), next=f"add:\n{tables}")
+
+
+def _new_default(before: InventoryFile, containers: Mapping[str, Entry]) -> dict[str, str]:
+    if before.default is None and containers and len(before.containers) == 1:
+        return {"default": next(iter(before.containers))}
+    return {}
+
+
+def _with_default(text: str, default: Mapping[str, str]) -> str:
+    """The text with a `default` before all else, but behind comments at its top that have an empty line after them."""
+    if not default:
+        return text
+    lines = text.splitlines(keepends=True)
+    head = next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    if head < len(lines) and lines[head].strip():  # the comment belongs to what follows: only a schema's line is apart
+        head = int(text.startswith("#:schema"))
+    ending = _line_ending(text)
+    new = tomlkit.dumps(default).strip() + ending
+    if head < len(lines) and lines[head].strip():
+        new += ending
+    elif head < len(lines):
+        new = ending + new
+    return "".join((*lines[:head], new, *lines[head:]))
+
+
+def _at_the_end(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str:
+    ending = _line_ending(text)
+    parts = [tomlkit.dumps({kind: {name: keys}}) for kind, tables in new.items() for name, keys in tables.items()]
+    tail = "\n".join(part.strip("\n") + "\n" for part in parts).replace("\n", ending)
+    if text and not text.endswith("\n"):
+        text += ending
+    return f"{text}{ending if text else ''}{tail}"
+
+
+def _beside_the_others(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str:
+    document: Any = tomlkit.parse(text)
+    for kind, tables in new.items():
+        for name, keys in tables.items():
+            document.setdefault(kind, tomlkit.table(is_super_table=True))[name] = dict(keys)
+    return tomlkit.dumps(document)
+
+
+def _line_ending(text: str) -> str:
+    return "\r\n" if "\r\n" in text else "\n"
+
+
+def _written(entries: Mapping[str, Entry]) -> dict[str, dict[str, object]]:
+    """The entries without what they do not say; paths are text, and tuples are arrays."""
+    return {name: _said(keys) for name, keys in entries.items()}
+
+
+def _said(keys: Entry) -> dict[str, object]:
+    return {key: _plain(value) for key, value in keys.items() if value is not None}
+
+
+def _plain(value: object) -> object:
+    match value:
+        case Mapping():
+            return _said(value)  # pyright: ignore[reportUnknownArgumentType]
+        case tuple() | list():
+            return [*value]  # pyright: ignore[reportUnknownVariableType]
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None, None, None]:
+    """Nobody else of us adds to a file of this folder meanwhile. BusyError when somebody does."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BusyError("somebody else is writing the inventory", where=str(folder), next="run it again") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Puts the text in the file's place by rename, with the rights that the file had."""
+    descriptor, draft = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(descriptor)
+            os.fchmod(descriptor, file.stat().st_mode & 0o7777 if file.exists() else 0o644)
+        Path(draft).replace(file)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,201 @@
+"""Adding to an inventory: what was there stays, what is added can be read, and nothing is half written."""
+
+import os
+import random
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ops.errors import BusyError, ConfigError, OpsError, UsageFault
+from dflash_ops.inventory import load, parse
+from dflash_ops.inventory_write import add, add_container, add_host, added
+
+FILE = Path("/somewhere/dflash-ops.toml")
+COMMENTED = """# The boxes of the lab. Ask Kim before you change this.
+
+source = ".."   # the trainer
+
+[hosts.lab]     # in the cellar
+address = "lab"
+
+# The container with the good cards.
+[containers.trainer]
+host = "lab"
+vmid   =   200
+# [containers.trainer.pins]
+# torch = "cu126"
+"""
+
+
+def test_a_new_file_is_an_inventory(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "dflash-ops.toml"
+    add_host(file, "lab", address="lab.example", port=None, key=Path("keys/id"), api={"user": "bot@pve", "ca": None})
+    add_container(file, "trainer", host="lab", vmid=200, gpus=(0, 1))
+    inventory = load(file)
+    assert inventory.container().gpus == (0, 1)
+    host = inventory.host("lab")
+    assert (host.address, host.port, host.key) == ("lab.example", None, file.parent / "keys/id")
+    assert host.api is not None and host.api.user == "bot@pve"
+    assert "port" not in file.read_text() and file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_what_was_there_stays_line_for_line(ending: str) -> None:
+    text = COMMENTED.replace("\n", ending)
+    got = added(text, FILE, {"hosts": {"far": {"address": "far"}}, "containers": {}})
+    assert got == text + '\n[hosts.far]\naddress = "far"\n'.replace("\n", ending)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_bytes_rights_and_links_stay(tmp_path: Path, mark: bytes) -> None:
+    real, link = tmp_path / "real.toml", tmp_path / "dflash-ops.toml"
+    real.write_bytes(mark + COMMENTED.encode())
+    real.chmod(0o640)
+    link.symlink_to("real.toml")
+    add_host(link, "far", address="far")
+    assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o640
+    assert real.read_bytes().startswith(mark + COMMENTED.encode())
+    assert load(link).host("far").address == "far"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dflash-ops.toml", "real.toml"]
+
+
+def test_the_only_container_stays_the_one_that_is_meant() -> None:
+    got = added(COMMENTED, FILE, {"hosts": {}, "containers": {"two": {"host": "lab", "vmid": 201}}})
+    lines = got.split("\n")
+    assert lines[:4] == [*COMMENTED.split("\n")[:1], "", 'default = "trainer"', ""]
+    assert parse(got, FILE).container().vmid == 200
+    third = added(got, FILE, {"hosts": {}, "containers": {"three": {"host": "lab", "vmid": 202}}})
+    assert third.count("default") == 1
+
+
+@pytest.mark.parametrize(
+    ("top", "begins"),
+    [
+        ("", 'default = "a"\n\n[hosts.lab]'),
+        ("# the lab\n", 'default = "a"\n\n# the lab\n[hosts.lab]'),
+        ("#:schema ./schema.json\n", '#:schema ./schema.json\ndefault = "a"\n\n[hosts.lab]'),
+        ("# the lab\n\n", '# the lab\n\ndefault = "a"\n\n[hosts.lab]'),
+    ],
+)
+def test_a_default_parts_no_comment_from_what_it_is_about(top: str, begins: str) -> None:
+    text = f'{top}[hosts.lab]\naddress = "lab"\n[containers.a]\nhost = "lab"\nvmid = 200'
+    assert added(text, FILE, {"hosts": {}, "containers": {"b": {"host": "lab", "vmid": 201}}}).startswith(begins)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'hosts = {lab = {address = "lab"}}  # here\ncontainers = {}\n',
+        'hosts.lab.address = "lab"\n',
+        '[hosts]\nlab.address = "lab"\n[containers]\n# none yet\n',
+        '[hosts]\nlab = {address = "lab"}\n',
+        '[hosts.lab]\naddress = "lab"\n[groups]\nx = ["lab"]\n[hosts.other]\naddress = "y"',
+        '"hosts"."lab"."address" = "lab"\n',
+    ],
+)
+def test_every_way_to_write_tables_can_be_added_to(text: str) -> None:
+    new = {"hosts": {"far": {"address": "far"}}, "containers": {"c": {"host": "far", "vmid": 200}}}
+    got = added(text, FILE, new)
+    assert ("#" in text) == ("#" in got)
+    assert parse(got, FILE).container("c").host.address == "far"
+    assert parse(got, FILE).host("lab").address == "lab"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "containers", "says"),
+    [
+        ({"lab": {"address": "x"}}, {}, "there is a host 'lab' already"),
+        ({}, {"trainer": {"host": "lab", "vmid": 201}}, "there is a container 'trainer' already"),
+        ({}, {"c": {"host": "nowhere", "vmid": 201}}, "no host is called 'nowhere'"),
+        ({"a,b": {"address": "x"}}, {}, "can't be a name"),
+        ({"x": {"adress": "x"}}, {}, "no such key"),
+    ],
+)
+def test_what_can_not_be_said_is_refused(hosts: dict, containers: dict, says: str) -> None:
+    with pytest.raises(UsageFault, match=says):
+        added(COMMENTED, FILE, {"hosts": hosts, "containers": containers})
+
+
+def test_a_wrong_file_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "dflash-ops.toml"
+    file.write_text("hosts = 3\n")
+    with pytest.raises(ConfigError, match="must be a table, not 3"):
+        add_host(file, "lab", address="lab")
+    assert file.read_text() == "hosts = 3\n"
+
+
+def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be written"):
+        add_host(tmp_path / "file" / "dflash-ops.toml", "lab", address="lab")
+    loop = tmp_path / "loop.toml"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="can't be written"):
+        add_host(loop, "lab", address="lab")
+
+
+def test_two_who_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "dflash-ops.toml"
+
+    def work(name: str) -> None:
+        while True:
+            try:
+                return add_host(file, name, address=name)
+            except BusyError:
+                continue
+
+    names = [f"h{number}" for number in range(8)]
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(load(file).tables.hosts) == names
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "dflash-ops.toml"
+    file.write_text(COMMENTED)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        add_host(file, "far", address="far")
+    assert file.read_text() == COMMENTED and len(list(tmp_path.iterdir())) == 1
+
+
+NAMES = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
+LINES = ["", "# a note", "#:schema ./x", 'source = ".."']
+
+
+@given(st.lists(st.tuples(NAMES, TEXTS), max_size=4), st.lists(st.tuples(NAMES, TEXTS), max_size=4), st.randoms())
+def test_any_keys_arrive_and_no_old_line_goes(old: list, new: list, draw: random.Random) -> None:
+    text = "\n".join(draw.sample(LINES, draw.randint(0, 4))) + "\n"
+    for name, path in old:
+        try:
+            text = added(text, FILE, {"hosts": {name: {"address": "lab", "key": path}}, "containers": {}})
+        except UsageFault:
+            assert name in tomllib.loads(text)["hosts"] or name == "all" or not name.isidentifier()
+        text += draw.choice(["", "# behind it\n", "\n"])
+    for name, path in new:
+        before = text.split("\n")
+        try:
+            text = added(text, FILE, {"hosts": {name: {"address": "far", "known_hosts": path}}, "containers": {}})
+        except OpsError:
+            continue
+        assert text.split("\n")[: len(before) - 1] == before[:-1]
+        assert tomllib.loads(text)["hosts"][name] == {"address": "far", "known_hosts": path}
+
+
+def test_many_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "dflash-ops.toml"
+    with pytest.raises(UsageFault, match="no host is called 'lob'; hosts: lab; nearest: lab"):
+        add(file, hosts={"lab": {"address": "x"}}, containers={"c": {"host": "lob", "vmid": 200}})
+    assert list(tmp_path.iterdir()) == []
