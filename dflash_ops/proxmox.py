@@ -1,0 +1,220 @@
+"""The door to Proxmox VE: one set of questions, asked over HTTPS with a token, or by pvesh over ssh as root.
+
+    with proxmox.connect(shell, host) as api:
+        api.get("cluster", "resources", type="vm")
+
+Which way: HTTPS when the inventory has the host's [api] and there is a token for it; pvesh otherwise. Both give the
+same data and raise the same errors.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dflash_ops import proxmox_faults, proxmox_values
+from dflash_ops.command import Command, Host
+from dflash_ops.errors import OpsError, UnreachableError
+from dflash_ops.proxmox_faults import Asked
+from dflash_ops.proxmox_values import PVESH_VERBS, Call, Upid
+from dflash_ops.shell import Shell
+
+OnLog = Callable[[str], None]
+
+# One call of pvesh on a quiet host takes 0.7 s.
+_PVESH_SECONDS = 30.0
+_POLL_SECONDS = 1.0
+_LOG_LINES = 500
+# How long a task's node may be silent before we stop waiting for the task.
+_SILENT_SECONDS = 30.0
+
+
+class Way(Protocol):
+    """HTTPS or pvesh."""
+
+    asked: Asked
+
+    def ask(self, call: Call) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Pvesh:
+    """pvesh on the host, over ssh. It runs tasks itself and says their lines as they come."""
+
+    def __init__(self, shell: Shell, host: Host) -> None:
+        self.asked = Asked(f"{host}, by pvesh", None)
+        self._shell, self._host = shell, host
+
+    def close(self) -> None:
+        """The connection is the shell's."""
+
+    def ask(self, call: Call) -> Any:
+        result = self._shell.run(self._host, _pvesh(call), timeout=_PVESH_SECONDS)
+        out, err = (data.decode("utf-8", "replace") for data in (result.out, result.err))
+        if result.code != 0:
+            raise proxmox_faults.pvesh_refused(self.asked, call, result.code, err or out)
+        try:
+            return proxmox_values.printed_json(out)
+        except ValueError as error:
+            raise OpsError(f"pvesh's answer to {call} is no JSON", where=str(self._host), why=str(error)) from error
+
+    def run_task(self, call: Call, on_log: OnLog, seconds: float) -> str:
+        """Begins a task and waits for it; gives its id, whether it went well or not."""
+        lines = _Lines(lambda line: None if _is_upid(line) else on_log(line))
+        err = bytearray()
+        code = self._shell.stream(self._host, _pvesh(call), on_out=lines.take, on_err=err.extend, timeout=seconds)
+        lines.end()
+        upid = next((line for line in reversed(lines.seen) if _is_upid(line)), None)
+        if upid is None:
+            text = err.decode("utf-8", "replace") or "\n".join(lines.seen)
+            raise proxmox_faults.pvesh_refused(self.asked, call, code, text)
+        return upid.strip('"')
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that went well. warnings: what `WARNINGS: n` counts."""
+
+    upid: Upid
+    warnings: int
+    log: tuple[str, ...]
+
+
+class Proxmox:
+    """One hypervisor's API, whichever way it is asked. Every method raises OpsError."""
+
+    def __init__(self, way: Way, host: Host) -> None:
+        self.host = host
+        self._way = way
+
+    @property
+    def asked(self) -> Asked:
+        return self._way.asked
+
+    @property
+    def by_pvesh(self) -> bool:
+        return isinstance(self._way, Pvesh)
+
+    def get(self, *path: str | int, **parameters: str | int) -> Any:
+        """The data of a question."""
+        return self._way.ask(_call("get", path, parameters))
+
+    def run(self, call: Call, doing: str, *, on_log: OnLog = lambda line: None, seconds: float = 600.0) -> Task:
+        """Begins a task and waits for its end. doing: what it does, for errors. on_log: hears its log as it grows.
+
+        OpsError says why it failed; TimedOutError that it still goes on after so many seconds."""
+        deadline = time.monotonic() + seconds
+        if isinstance(self._way, Pvesh):
+            log: list[str] = []
+
+            def hear(line: str) -> None:
+                log.append(line)
+                on_log(line)
+
+            upid = self._upid(call, self._way.run_task(call, hear, seconds))
+            return self._judged(upid, doing, self._status(upid), log)
+        upid = self._upid(call, self._way.ask(call))
+        log, silent_since = [], None
+        while True:
+            try:
+                # In this order: what it says at its end is in the log that is read after it.
+                status = self._status(upid)
+                for line in self._log(upid, len(log)):
+                    log.append(line)
+                    if not line.startswith("TASK "):
+                        on_log(line)
+                silent_since = None
+            except UnreachableError:  # a proxy that restarts is no end of a task
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > _SILENT_SECONDS:
+                    raise
+                status = {}
+            if status.get("status") == "stopped":
+                return self._judged(upid, doing, status, log)
+            if time.monotonic() > deadline:
+                raise proxmox_faults.task_too_long(self.asked, doing, upid, seconds)
+            waited = time.monotonic() - deadline + seconds
+            time.sleep(min(_POLL_SECONDS, max(0.05, waited / 5)))
+
+    def _status(self, upid: Upid) -> dict[str, Any]:
+        return self.get("nodes", upid.node, "tasks", upid.text, "status")
+
+    def _log(self, upid: Upid, after: int) -> list[str]:
+        """The lines after the first so many."""
+        answer = self.get("nodes", upid.node, "tasks", upid.text, "log", start=after, limit=_LOG_LINES)
+        return [text for number, text in proxmox_values.log_lines(answer) if number > after]
+
+    def _judged(self, upid: Upid, doing: str, status: dict[str, Any], log: list[str]) -> Task:
+        how = str(status.get("exitstatus", ""))
+        if how == "OK":
+            return Task(upid, 0, tuple(log))
+        if how.startswith("WARNINGS:"):
+            count = how.partition(":")[2].strip()
+            return Task(upid, int(count) if count.isdigit() else 1, tuple(log))
+        raise proxmox_faults.task_failed(self.asked, doing, upid, how or "it says not how it ended", log)
+
+    def _upid(self, call: Call, answer: Any) -> Upid:
+        try:
+            return Upid.parse(str(answer))
+        except ValueError as error:
+            raise proxmox_faults.not_the_api(self.asked, call, str(error)) from error
+
+
+@contextlib.contextmanager
+def connect(shell: Shell, host: Host) -> Generator[Proxmox, None, None]:
+    """The host's API. ConfigError when its token can't be used; nothing is asked yet."""
+    way = _way(shell, host)
+    try:
+        yield Proxmox(way, host)
+    finally:
+        way.close()
+
+
+def _way(shell: Shell, host: Host) -> Way:
+    if host.api is not None:
+        from dflash_ops.proxmox_token import read_token
+
+        token = read_token(host.api, host.name)
+        if token is not None:
+            from dflash_ops.proxmox_https import Https
+
+            return Https(host.api, host.api.address or host.address, token)
+    return Pvesh(shell, host)
+
+
+def _pvesh(call: Call) -> Command:
+    options = [word for key, value in call.parameters.items() for word in (f"--{key}", str(value))]
+    words = ("pvesh", PVESH_VERBS[call.method], "/" + "/".join(call.path), *options, "--output-format", "json")
+    return Command(words, env={"LC_ALL": "C.UTF-8"})
+
+
+def _call(method: proxmox_values.Method, path: tuple[str | int, ...], parameters: dict[str, str | int]) -> Call:
+    return Call(method, tuple(str(word) for word in path), parameters)
+
+
+def _is_upid(line: str) -> bool:
+    try:
+        Upid.parse(line.strip().strip('"'))
+    except ValueError:
+        return False
+    return True
+
+
+class _Lines:
+    """Bytes as they come, handed on as lines."""
+
+    def __init__(self, on_line: OnLog) -> None:
+        self.seen: list[str] = []
+        self._on_line, self._rest = on_line, b""
+
+    def take(self, data: bytes) -> None:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            text = line.decode("utf-8", "replace").rstrip("\r")
+            self.seen.append(text)
+            self._on_line(text)
+
+    def end(self) -> None:
+        if self._rest:
+            self.take(b"\n")
