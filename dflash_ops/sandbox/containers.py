@@ -7,15 +7,15 @@ from dflash_ops.sandbox import layout
 from dflash_ops.sandbox.processes import ProcessId
 
 
-def configured() -> list[int]:
-    """The ids of this node's containers, sorted."""
-    return sorted(int(path.stem) for path in layout.CONFIGS.glob("*.conf") if path.stem.isdigit())
+def configured(node: str = layout.NODE) -> list[int]:
+    """The ids of a node's containers, sorted."""
+    return sorted(int(path.stem) for path in layout.configs(node).glob("*.conf") if path.stem.isdigit())
 
 
-def read_config(vmid: int) -> list[tuple[str, str]] | None:
-    """The lines of a container's config as (key, value), in file order; None when it has none."""
+def read_config(vmid: int, node: str = layout.NODE) -> list[tuple[str, str]] | None:
+    """The lines of a container's config as (key, value), in file order; None when it has none on that node."""
     try:
-        text = (layout.CONFIGS / f"{vmid}.conf").read_text(errors="replace")
+        text = (layout.configs(node) / f"{vmid}.conf").read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
     pairs = (line.partition(":") for line in text.split("\n[", 1)[0].split("\n") if ":" in line)
@@ -26,10 +26,10 @@ def is_unprivileged(vmid: int) -> bool:
     return dict(read_config(vmid) or []).get("unprivileged") == "1"
 
 
-def init_of(vmid: int) -> ProcessId | None:
-    """The container's init as the hypervisor sees it; None when it is not running."""
+def init_of(vmid: int, node: str = layout.NODE) -> ProcessId | None:
+    """The container's init as the hypervisor sees it; None when it is not running on that node."""
     try:
-        identity = ProcessId.parse((layout.RUNNING / f"{vmid}.init").read_text())
+        identity = ProcessId.parse((layout.running(node) / f"{vmid}.init").read_text())
     except FileNotFoundError:
         return None
     return identity if identity is not None and identity.alive else None

@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dflash_ops.sandbox import cgroups, hypervisor, kernel, layout, remains, server, state
 from dflash_ops.sandbox.processes import ProcessId, Watch, boot_id
@@ -52,9 +52,10 @@ def main(lock: int) -> NoReturn:
     try:
         remains.note_processes(folder, me, _identity(init))
         answer = json.loads(os.read(reader, 1 << 16) or b'{"error": "the hypervisor ended while it started"}')
-        print(json.dumps(answer), flush=True)  # fails when `up` has been killed: then the sandbox ends before it shows
+        told = {name: answer[name] for name in ("port", "error") if name in answer}
+        print(json.dumps(told), flush=True)  # fails when `up` has been killed: then the sandbox ends before it shows
         if "port" in answer:
-            _write_state(settings, keys, init, answer["port"])
+            _write_state(settings, keys, init, answer)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # `up` reads to the end of our stdout
         if "port" in answer:
             _wait(init, settings)
@@ -82,9 +83,16 @@ def _wake(_signal: int, _frame: object) -> None:
     """A handler only so that the signal writes to the wake-up pipe."""
 
 
-def _write_state(settings: Settings, keys: "server.Keys", init: int, port: int) -> None:
+def _write_state(settings: Settings, keys: "server.Keys", init: int, facts: dict[str, Any]) -> None:
     me, child = _identity(os.getpid()), _identity(init)
-    keys.write_known_hosts(port)
+    keys.write_known_hosts(*facts["nodes"].values())
+    folder = Path(settings.folder)
+    authority, tokens = folder / "pve-root-ca.pem", folder / "tokens"
+    authority.write_text(facts["api"]["ca"])
+    tokens.mkdir(mode=0o700)
+    for name, secret in facts["api"]["tokens"].items():
+        (tokens / name).touch(0o600)
+        (tokens / name).write_text(secret)
     containers: dict[int, state.ContainerState] = {
         template.vmid: {
             "hostname": template.hostname,
@@ -102,13 +110,17 @@ def _write_state(settings: Settings, keys: "server.Keys", init: int, port: int) 
             init_start=child.start,
             boot_id=boot_id(),
             host="127.0.0.1",
-            port=port,
+            port=facts["port"],
             user="root",
             key=keys.client_key,
             known_hosts=keys.known_hosts,
-            folder=Path(settings.folder),
+            folder=folder,
             python=settings.python,
             containers=containers,
+            nodes=facts["nodes"],
+            api_port=facts["api"]["port"],
+            api_ca=authority,
+            api_tokens=tokens,
         )
     )
 

@@ -1,7 +1,8 @@
 """The hypervisor: a root of its own, and the init that starts and outlives nothing.
 
-`run` is the first process of a fresh pid namespace. It puts the root together, forks the SSH server and the fake GPUs'
-daemon, starts the containers, and then reaps. When it ends, the kernel ends all that runs in the namespace.
+`run` is the first process of a fresh pid namespace. It puts the root together, forks the SSH servers (one for each node
+of the cluster), the API's and the fake GPUs' daemon, starts the containers, and then reaps. When it ends, the kernel
+ends all that runs in the namespace.
 """
 
 import contextlib
@@ -13,16 +14,17 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from dflash_ops.sandbox import cgroups, container, gpud, kernel, layout, rootfs
+from dflash_ops.sandbox import api_server, cgroups, container, gpud, kernel, layout, rootfs
 from dflash_ops.sandbox.settings import Settings
 
 _PACKAGE = Path(__file__).parent
 _HYPERVISOR_MODULES = (
-    "attach", "cgroups", "container", "containers", "kernel", "layout", "pct", "perl", "processes", "rootfs",
-    "settings", "transfer",
+    "api", "attach", "calls", "cgroups", "container", "containers", "faults", "guests", "jobs", "kernel", "layout",
+    "pct", "perl", "processes", "pvesh", "rights", "rootfs", "settings", "snapshots", "tasks", "transfer",
 )  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys
@@ -33,7 +35,8 @@ main()
 
 
 def run(settings: Settings, group: Path | None, server: Callable[[int], NoReturn], ready: int) -> NoReturn:
-    """Be the hypervisor's init. `ready`: a pipe that gets one line of JSON, {"port": …} or {"error": …}.
+    """Be the hypervisor's init. `ready`: a pipe that gets one line of JSON, {"error": …} or {"port": …, "nodes": {node:
+    port of its SSH server}, "api": what api_server.serve tells}.
 
     server: serves SSH in the process it is called in, and writes its port to the pipe that it is given.
     """
@@ -43,12 +46,11 @@ def run(settings: Settings, group: Path | None, server: Callable[[int], NoReturn
         os.dup2(null, 0)
         os.dup2(null, 1)  # whoever called `up` waits for the end of the guard's stdout
         _build(settings, group)
-        essential = _start_services(settings, server)
+        essential, pipes = _start_services(settings, server)
         for template in layout.CONTAINERS:
             if template.running:
                 container.start(template.vmid)
-        port = int(os.read(essential.pop("port"), 16) or b"0")
-        os.write(ready, json.dumps({"port": port} if port else {"error": "the SSH server did not start"}).encode())
+        os.write(ready, json.dumps(_facts(pipes)).encode())
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.write(ready, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
@@ -66,29 +68,55 @@ def _reap_until(essential: set[int]) -> NoReturn:
                 os._exit(0)
 
 
-def _start_services(settings: Settings, server: Callable[[int], NoReturn]) -> dict[str, int]:
-    """Fork the daemons; their pids by name, and under "port" the pipe that brings the SSH server's port."""
-    port_reader, port_writer = os.pipe()
-    services: dict[str, Callable[[], NoReturn]] = {"sshd": lambda: server(port_writer)}
+def _start_services(settings: Settings, server: Callable[[int], NoReturn]) -> tuple[dict[str, int], dict[str, int]]:
+    """Fork the daemons; the pids of those that the hypervisor can't do without, and by each server's name the pipe that
+    tells where it listens."""
+    servers: dict[str, Callable[[int], NoReturn]] = {"sshd": server, "pveproxy": api_server.serve}
+    servers |= {f"sshd-{node}": partial(_serve_node, node, server) for node in layout.NODES[1:]}
+    pids: dict[str, int] = {}
+    pipes: dict[str, int] = {}
+    for name, serve in servers.items():
+        reader, writer = os.pipe()
+        pids[name] = _fork(name, partial(serve, writer))
+        os.close(writer)
+        pipes[name] = reader
     if settings.fake_gpus:
         names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
         listener = gpud.listen(layout.GPU_SOCKET)
-        services["gpud"] = lambda: gpud.serve(listener, gpud.make_devices(settings.name, names))
-    pids: dict[str, int] = {}
-    for name, service in services.items():
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                kernel.set_process_name(name)
-                os.close(port_reader)
-                service()
-            finally:
-                sys.stderr.flush()
-                os._exit(1)
-        pids[name] = pid
-    os.close(port_writer)
-    return {**pids, "port": port_reader}
+        pids["gpud"] = _fork("gpud", lambda: gpud.serve(listener, gpud.make_devices(settings.name, names)))
+    return pids, pipes
+
+
+def _fork(name: str, service: Callable[[], NoReturn]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            kernel.set_process_name(name)
+            service()
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+    return pid
+
+
+def _serve_node(node: str, server: Callable[[int], NoReturn], ready: int) -> NoReturn:
+    """The SSH server of another node of the cluster: its host name makes the node, all else is shared."""
+    kernel.unshare(kernel.CLONE_NEWUTS)
+    kernel.set_hostname(node)
+    server(ready)
+
+
+def _facts(pipes: dict[str, int]) -> dict[str, Any]:
+    """What the servers say once they listen."""
+    said = {name: os.read(pipe, 1 << 16) for name, pipe in pipes.items()}
+    silent = [name for name, words in said.items() if not words]
+    if silent:
+        return {"error": f"{silent[0]} did not start"}
+    ports = {node: int(said["sshd" if node == layout.NODES[0] else f"sshd-{node}"]) for node in layout.NODES}
+    return {"port": ports[layout.NODES[0]], "nodes": ports, "api": json.loads(said["pveproxy"])}
 
 
 def _build(settings: Settings, group: Path | None) -> None:
@@ -97,10 +125,10 @@ def _build(settings: Settings, group: Path | None) -> None:
         cgroups.enter(group)
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC)
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.set_hostname(layout.NODE)
+    kernel.set_hostname(layout.NODES[0])
     root = Path(settings.folder) / "root"
     _mount_disk(root, settings.disks.get("host"))
-    rootfs.populate(root, layout.NODE, 0)
+    rootfs.populate(root, layout.NODES[0], 0)
     rootfs.show_machine(root, settings.binds, 0)
     rootfs.make_devices(root, 0)
     _make_gpu_nodes(root, settings)
@@ -155,6 +183,7 @@ def _install_support(root: Path, settings: Settings) -> None:
     smi = (_PACKAGE / "guest/nvidia_smi.py").read_text()
     programs = {
         "pct": (layout.PCT_FOLDER, _launcher(settings, "pct")),
+        "pvesh": (layout.PVESH_FOLDER, _launcher(settings, "pvesh")),
         "lxc-attach": (layout.LXC_ATTACH_FOLDER, _launcher(settings, "attach")),
         "nvidia-smi": (layout.NVIDIA_SMI_FOLDER, f"#!{settings.base_python} -IS\n{smi}"),
     }
@@ -166,6 +195,8 @@ def _install_support(root: Path, settings: Settings) -> None:
         del programs["nvidia-smi"]  # the machine's own is where it is looked for, or nowhere
     if not settings.lxc_attach:
         del programs["lxc-attach"]
+    (support / "task-worker").write_text(_launcher(settings, "jobs"))
+    (support / "task-worker").chmod(0o755)
     layers: dict[str, rootfs.Layer] = {}
     for name, (folder, text) in programs.items():
         (support / name).write_text(text)
@@ -184,7 +215,8 @@ def _launcher(settings: Settings, module: str) -> str:
 
 def _make_containers(settings: Settings) -> None:
     """Configs and disks, made from within: what a container gets of /etc is what the hypervisor got."""
-    layout.CONFIGS.mkdir(parents=True)
+    for node in layout.NODES:
+        layout.configs(node).mkdir(parents=True)
     Path("/etc/pve/lxc").symlink_to(f"nodes/{layout.NODE}/lxc")
     Path("/etc/pve/local").symlink_to(f"nodes/{layout.NODE}")
     for template in layout.CONTAINERS:

@@ -1,26 +1,45 @@
 """Where things lie in the hypervisor, and which containers it has."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
-NODE = "pve"
+SUPPORT = Path("/var/lib/sandbox")
+# The cluster. Its nodes share one machine and one /etc/pve; a process is on the node that its host name says.
+NODES = ("pve", "pve2")
+NODE = os.uname().nodename if SUPPORT.is_dir() and os.uname().nodename in NODES else NODES[0]
 UNPRIVILEGED_BASE = 100_000
 UNPRIVILEGED_COUNT = 65_536
 CONTAINER_PATH = "/opt/dflash"
 
-CONFIGS = Path("/etc/pve/nodes", NODE, "lxc")
+
+def configs(node: str) -> Path:
+    """Where the configs of a node's containers lie."""
+    return Path("/etc/pve/nodes", node, "lxc")
+
+
+def running(node: str) -> Path:
+    """Where the markers of a node's running containers lie."""
+    return Path("/run/lxc" if node == NODES[0] else f"/run/lxc-{node}")
+
+
+CONFIGS = configs(NODE)
 LOCKS = Path("/run/lock/lxc")
 ROOTS = Path("/var/lib/lxc")
-RUNNING = Path("/run/lxc")
-SUPPORT = Path("/var/lib/sandbox")
+RUNNING = running(NODE)
 SETTINGS = SUPPORT / "settings.json"
 PCT_DELAY = SUPPORT / "pct-delay"
 MODELS = SUPPORT / "models"
 GPU_SOCKET = Path("/run/sandbox-gpu.sock")
+FAULTS = SUPPORT / "api-faults.json"
+CA = Path("/etc/pve/pve-root-ca.pem")
+USERS, TOKENS = Path("/etc/pve/user.cfg"), Path("/etc/pve/priv/token.cfg")
+TASKS = Path("/var/log/pve/tasks")
+SNAPSHOTS = SUPPORT / "snapshots"
 KERNEL_LOG = Path("/var/log/sandbox-kernel.json")  # lines as `journalctl -k -o json` gives them
 
 # Where a real hypervisor keeps them.
-PCT_FOLDER, LXC_ATTACH_FOLDER, NVIDIA_SMI_FOLDER = "/usr/sbin", "/usr/bin", "/usr/bin"
+PCT_FOLDER, PVESH_FOLDER, LXC_ATTACH_FOLDER, NVIDIA_SMI_FOLDER = "/usr/sbin", "/usr/bin", "/usr/bin", "/usr/bin"
 PROGRAM_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 

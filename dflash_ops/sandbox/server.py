@@ -47,8 +47,8 @@ class Keys:
     client_public: str
     known_hosts: Path
 
-    def write_known_hosts(self, port: int) -> None:
-        self.known_hosts.write_text(f"[127.0.0.1]:{port} {self.host_public}\n")
+    def write_known_hosts(self, *ports: int) -> None:
+        self.known_hosts.write_text("".join(f"[127.0.0.1]:{port} {self.host_public}\n" for port in ports))
 
 
 def make_keys(folder: Path) -> Keys:

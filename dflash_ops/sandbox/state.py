@@ -14,6 +14,7 @@ from dflash_ops.errors import NotFoundError, UsageFault
 from dflash_ops.sandbox.processes import ProcessId, boot_id
 
 SCHEMA_VERSION = 1
+_PATHS = ("key", "known_hosts", "folder", "api_ca", "api_tokens")
 
 
 class ContainerState(TypedDict):
@@ -30,6 +31,9 @@ class SandboxState:
     python: the trainer's Python, at the same path in the containers
     pid, start: its guard, the process that `down` ends
     init_pid, init_start: the hypervisor's init, seen from this machine
+    nodes: node of the cluster -> port of its SSH server; `port` is the first one's
+    api_port: where the API listens; api_ca: the certificate of the authority that signed its own
+    api_tokens: folder with a file for each of its tokens, named USER@REALM!NAME, that holds the secret
     """
 
     name: str
@@ -46,6 +50,10 @@ class SandboxState:
     folder: Path
     python: str
     containers: dict[int, ContainerState] = field(default_factory=dict[int, ContainerState])
+    nodes: dict[str, int] = field(default_factory=dict[str, int])
+    api_port: int = 0
+    api_ca: Path = Path()
+    api_tokens: Path = Path()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -80,7 +88,7 @@ def folder_of(name: str) -> Path:
 def write(state: SandboxState) -> None:
     """Put the state file in its place by rename, so that nobody reads half of it."""
     data = asdict(state)
-    data.update(key=str(state.key), known_hosts=str(state.known_hosts), folder=str(state.folder))
+    data.update({name: str(data[name]) for name in _PATHS})
     draft = state.folder / "state.json.new"
     draft.write_text(json.dumps(data, indent=1))
     draft.replace(state.folder / "state.json")
@@ -92,7 +100,7 @@ def load(name: str) -> SandboxState | None:
         data: dict[str, Any] = json.loads((folder_of(name) / "state.json").read_text())
         if data["schema_version"] != SCHEMA_VERSION:
             return None
-        for path in ("key", "known_hosts", "folder"):
+        for path in _PATHS:
             data[path] = Path(data[path])
         data["containers"] = {int(vmid): entry for vmid, entry in data["containers"].items()}
         return SandboxState(**data)

@@ -1,0 +1,189 @@
+"""Snapshots of a container: a section of its config file, and a copy of its own files beside the hypervisor's support.
+
+What a container owns is the tmpfs at its rootfs, as the hypervisor sees it; what shows of the machine is mounted in the
+container's own namespace only, so a copy holds the container's files and nothing else. Runs in the hypervisor.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_ops.sandbox import cgroups, containers, layout
+from dflash_ops.sandbox.perl import Failure
+from dflash_ops.sandbox.tasks import say
+
+Pairs = list[tuple[str, str]]
+
+
+@dataclass
+class Config:
+    """A config file taken apart: the container's own lines, and those of each snapshot by its name, oldest first."""
+
+    lines: list[str]
+    sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    @classmethod
+    def read(cls, vmid: int, node: str = layout.NODE) -> "Config":
+        """FileNotFoundError when the container has no config on that node."""
+        config = current = cls([])
+        lines = current.lines
+        for line in (layout.configs(node) / f"{vmid}.conf").read_text(errors="replace").split("\n"):
+            if found := re.fullmatch(r"\[([\w-]+)\]", line.strip()):
+                lines = config.sections[found[1]] = []
+            elif line.strip():
+                lines.append(line)
+        return config
+
+    def write(self, vmid: int, node: str = layout.NODE) -> None:
+        text = "".join(f"{line}\n" for line in self.lines)
+        for name, lines in self.sections.items():
+            text += f"\n[{name}]\n" + "".join(f"{line}\n" for line in lines)
+        file = layout.configs(node) / f"{vmid}.conf"
+        draft = file.with_suffix(".tmp")
+        draft.write_text(text)
+        draft.replace(file)
+
+    def pairs(self, name: str | None = None) -> Pairs:
+        """The keys and values of the container itself, or as a snapshot kept them."""
+        lines = self.lines if name is None else self.sections[name]
+        split = (line.partition(":") for line in lines if ":" in line and not line.startswith("#"))
+        return [(key.strip(), value.strip()) for key, _, value in split]
+
+    def value(self, key: str, name: str | None = None) -> str | None:
+        return dict(self.pairs(name)).get(key)
+
+    def description(self, name: str | None = None) -> str:
+        """The comment lines, decoded: one line of text each."""
+        lines = self.lines if name is None else self.sections[name]
+        return "".join(urllib.parse.unquote(line[1:]) + "\n" for line in lines if line.startswith("#"))
+
+    def put(self, key: str, value: str | None) -> None:
+        """Set a key of the container itself, or take it away."""
+        self.lines = [line for line in self.lines if line.partition(":")[0] != key]
+        if value is not None:
+            self.lines.append(f"{key}: {value}")
+
+
+def create(vmid: int, name: str, description: str = "") -> None:
+    """Copy the container's files and note its config; what runs in it stands still meanwhile."""
+    config = _unlocked(vmid)
+    if name in config.sections:
+        raise Failure(f"snapshot name '{name}' already used")
+    with _lock_noted(vmid, config, "snapshot"), _frozen(vmid):
+        say(f"snapshot of {_rootfs(vmid)} of container {vmid}")
+        _copy(_files(vmid), _place(vmid, name))
+    kept = [line for line in config.lines if not line.startswith("#") and line.partition(":")[0] != "lock"]
+    comment = [f"#{urllib.parse.quote(line, safe=' /!?()=,.;-+*')}" for line in description.split("\n") if line]
+    config.sections[name] = [*comment, *kept, f"snaptime: {int(time.time())}"]
+    config.put("parent", name)
+    config.write(vmid)
+
+
+def rollback(vmid: int, name: str) -> None:
+    """Put the container's files and config back as the snapshot has them. The container must be stopped."""
+    config = _existing(vmid, name)
+    if containers.init_of(vmid) is not None:
+        raise Failure(f"unable to rollback vm {vmid}: vm is running")
+    with _lock_noted(vmid, config, "rollback"):
+        say(f"rollback of {_rootfs(vmid)} of container {vmid} to '{name}'")
+        _copy(_place(vmid, name), _files(vmid))
+    own = [line for line in config.lines if line.startswith("#")]
+    config.lines = [*own, *(line for line in config.sections[name] if not _of_snapshot_alone(line))]
+    config.put("parent", name)
+    config.write(vmid)
+
+
+def delete(vmid: int, name: str) -> None:
+    """Forget a snapshot; those made after it hang on its parent from then on."""
+    config = _existing(vmid, name)
+    with _lock_noted(vmid, config, "snapshot-delete"):
+        say(f"remove snapshot '{name}' of container {vmid}")
+        shutil.rmtree(_place(vmid, name), ignore_errors=True)
+    parent = config.value("parent", name)
+    del config.sections[name]
+    for lines in (config.lines, *config.sections.values()):
+        if f"parent: {name}" in lines:
+            lines[lines.index(f"parent: {name}")] = f"parent: {parent}" if parent else ""
+            lines[:] = filter(None, lines)
+    config.write(vmid)
+
+
+def _of_snapshot_alone(line: str) -> bool:
+    return line.startswith("#") or line.partition(":")[0] in ("snaptime", "parent")
+
+
+def _unlocked(vmid: int) -> Config:
+    config = Config.read(vmid)
+    if lock := config.value("lock"):
+        raise Failure(f"CT is locked ({lock})")
+    return config
+
+
+def _existing(vmid: int, name: str) -> Config:
+    config = _unlocked(vmid)
+    if name not in config.sections:
+        raise Failure(f"snapshot '{name}' does not exist")
+    return config
+
+
+@contextlib.contextmanager
+def _lock_noted(vmid: int, config: Config, word: str) -> Generator[None]:
+    """`lock: word` stands in the file meanwhile, for everybody to see; when the work fails it goes again."""
+    config.put("lock", word)
+    config.write(vmid)
+    try:
+        yield
+    finally:
+        config.put("lock", None)
+        config.write(vmid)
+
+
+@contextlib.contextmanager
+def _frozen(vmid: int) -> Generator[None]:
+    """No process of the container runs meanwhile, where there is a cgroup to stop them by."""
+    switch = cgroups.container_group(vmid) / "cgroup.freeze"
+    with contextlib.suppress(OSError):
+        switch.write_text("1")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            switch.write_text("0")
+
+
+def _rootfs(vmid: int) -> str:
+    return f"volume 'local-lvm:vm-{vmid}-disk-0'"
+
+
+def _files(vmid: int) -> Path:
+    return layout.ROOTS / str(vmid) / "rootfs"
+
+
+def _place(vmid: int, name: str) -> Path:
+    return layout.SNAPSHOTS / str(vmid) / name
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Make `target` hold what `source` holds; the folder itself stays, since it may be a mount."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    done = subprocess.run(
+        ["cp", "-a", "--sparse=always", "--", f"{source}/.", str(target)],
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+    )
+    if done.returncode:
+        if target.is_relative_to(layout.SNAPSHOTS):
+            shutil.rmtree(target, ignore_errors=True)
+        raise Failure(done.stderr.decode(errors="replace").strip().split("\n")[0] or "cp failed")

@@ -1,0 +1,127 @@
+"""Tasks: what a node does for somebody, with an id that says who and what, and a log that ends in a verdict.
+
+    UPID:NODE:PID:PSTART:TIME:TYPE:ID:USER:      numbers in hexadecimal
+    /var/log/pve/tasks/X/UPID…                   the log, X the last digit of TIME; its last line is the verdict
+
+Runs in the hypervisor; standard library only.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_ops.sandbox import layout
+from dflash_ops.sandbox.processes import ProcessId
+
+WORKER = layout.SUPPORT / "task-worker"
+_UPID = re.compile(r"UPID:([\w-]+):([0-9A-F]{8}):([0-9A-F]{8,}):([0-9A-F]{8}):([^:\s]+):([^:\s]*):([^:\s]+):")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task. pid, pstart: the process that does it; began: seconds since 1970"""
+
+    node: str
+    pid: int
+    pstart: int
+    began: int
+    kind: str
+    id: str
+    user: str
+
+    @classmethod
+    def parse(cls, upid: str) -> "Task | None":
+        found = _UPID.fullmatch(upid)
+        if found is None:
+            return None
+        node, pid, pstart, began, kind, name, user = found.groups()
+        return cls(node, int(pid, 16), int(pstart, 16), int(began, 16), kind, name, user)
+
+    @property
+    def upid(self) -> str:
+        numbers = f"{self.pid:08X}:{self.pstart:08X}:{self.began:08X}"
+        return f"UPID:{self.node}:{numbers}:{self.kind}:{self.id}:{self.user}:"
+
+    @property
+    def log(self) -> Path:
+        return layout.TASKS / f"{self.began:08X}"[-1] / self.upid
+
+    @property
+    def running(self) -> bool:
+        return ProcessId(self.pid, self.pstart).alive
+
+    @property
+    def verdict(self) -> str:
+        """`OK`, `WARNINGS: n` or the error's text, once it does not run any more."""
+        lines = self.lines()
+        found = re.fullmatch(r"TASK (OK|WARNINGS: \d+|ERROR: (.*))", lines[-1]) if lines else None
+        return "unexpected status" if found is None else found[2] if found[2] is not None else found[1]
+
+    def lines(self) -> list[str]:
+        try:
+            return self.log.read_text(errors="replace").split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that the API tells of every task."""
+        named = {"upid": self.upid, "node": self.node, "pid": self.pid, "pstart": self.pstart}
+        return {**named, "starttime": self.began, "type": self.kind, "id": self.id, "user": self.user}
+
+
+def listed(node: str) -> list[Task]:
+    """The node's tasks, newest first."""
+    found = [Task.parse(file.name) for file in layout.TASKS.glob("?/UPID:*")]
+    mine = [task for task in found if task is not None and task.node == node]
+    return sorted(mine, key=lambda task: (task.began, task.log.stat().st_mtime_ns), reverse=True)
+
+
+def start(node: str, kind: str, vmid: int, user: str, job: str, options: dict[str, Any]) -> Task:
+    """Begin a task in a process of its own and return at once.
+
+    kind: its type in the id; job: the function of jobs.py that does it
+    """
+    process = subprocess.Popen(
+        [WORKER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    identity = ProcessId.of(process.pid)
+    assert identity is not None and process.stdin is not None
+    task = Task(node, process.pid, identity.start, int(time.time()), kind, str(vmid), user)
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    task.log.touch()  # before anybody can ask for it
+    with process.stdin as order:
+        order.write(json.dumps({"upid": task.upid, "job": job, "vmid": vmid, "options": options}).encode())
+    threading.Thread(target=process.wait, daemon=True).start()  # nobody else reaps it
+    return task
+
+
+@contextmanager
+def foreground(kind: str, vmid: int, user: str = "root@pam") -> Generator[None]:
+    """Do the work inside as a task of this process: its verdict goes to the task's log, an error also to the caller."""
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    task = Task(layout.NODE, me.pid, me.start, int(time.time()), kind, str(vmid), user)
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    verdict = "OK"
+    try:
+        yield
+    except BaseException as error:
+        verdict = f"ERROR: {error}"
+        raise
+    finally:
+        task.log.write_text(f"TASK {verdict}\n")
+
+
+def say(line: str) -> None:
+    """A line of the task's log: a worker's stdout."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
