@@ -1,15 +1,16 @@
 """Where a command runs, what it is, and the one place that turns it into shell text.
 
-A `Command` is words, never shell text. `line(place, command)` knows ssh and the container: it wraps the words for the
-place and joins them with one `shlex.join`, which is exactly one because the hypervisor's login shell parses the line
-once. Words are `str`; bytes that are not UTF-8 travel as surrogate escapes, as in `os.fsdecode`.
+A `Command` is words, never shell text. `line(place, command)` knows ssh, sudo and the container: it wraps the words for
+the place and makes one text of them, once, because the hypervisor's login shell parses the line once. Words are `str`;
+bytes that are not UTF-8 travel as surrogate escapes, as in `os.fsdecode`.
 """
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
+
+from dflash_ops import shell_text
 
 T = TypeVar("T")
 
@@ -23,9 +24,24 @@ CONTAINER_ENVIRONMENT: Mapping[str, str] = {
 # The whole line is one argument of the login shell, and Linux allows one argument 128 KiB.
 MAX_LINE_BYTES = 120_000
 
-# Reads its own words from stdin, then becomes the command; what follows on stdin is the command's. Byte-exact reads:
-# one byte too many would be lost to the command.
-_WORDS_FROM_STDIN = """
+# Where Proxmox VE has them, and as a sudoers file names them.
+PCT, LXC_ATTACH = "/usr/sbin/pct", "/usr/bin/lxc-attach"
+_SUDO = ("sudo", "-n", "--")
+# pct decodes its words by the locale; `env_reset` of sudo lets LC_ALL through.
+_UTF8 = ("env", "LC_ALL=C.UTF-8")
+
+# Becomes the command whose words it has.
+_BECOME = """
+try:
+    os.execvp(words[0], words)
+except OSError as error:
+    sys.stderr.write("dflash-ops: %s: %s\\n" % (os.fsdecode(words[0]), error.strerror))
+    sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+# Reads its own words from stdin; what follows there is the command's. Byte-exact reads: one byte too many would be lost
+# to the command.
+_WORDS_FROM_STDIN = (
+    """
 import os, sys
 def take(n):
     got = b""
@@ -36,12 +52,10 @@ def take(n):
         got += part
     return got
 words = take(int(take(10))).split(b"\\0")
-try:
-    os.execvp(words[0], words)
-except OSError as error:
-    sys.stderr.write("dflash-ops: %s: %s\\n" % (os.fsdecode(words[0]), error.strerror))
-    sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 """
+    + _BECOME
+)
+_WORDS_FROM_HEX = "import os, sys\nwords = [bytes.fromhex(word) for word in sys.argv[1:]]\n" + _BECOME
 
 
 @dataclass(frozen=True)
@@ -125,13 +139,17 @@ Place = Local | Host | Container
 
 @dataclass(frozen=True)
 class Command:
-    """argv: the program and its words; stdin: bytes for it, then end of file."""
+    """argv: the program and its words; stdin: bytes for it, then end of file.
+
+    host_prefix: wrapped round the command on the host, before it enters the container: flock and its words. root: on a
+    host, as root by sudo where the login user is another and sudo lets them do everything, else as that user.
+    """
 
     argv: tuple[str, ...]
     stdin: bytes = b""
-    # Wrapped round the command on the host, before it enters the container: flock and its words.
     host_prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    root: bool = False
 
     def __post_init__(self) -> None:
         if not self.argv:
@@ -169,6 +187,15 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Sudo:
+    """What a login user who is not root may run as root on a host, by sudo and without a password."""
+
+    everything: bool = False
+    pct: bool = False
+    attach: bool = False
+
+
+@dataclass(frozen=True)
 class Line:
     """Shell text for a place, and the bytes that must precede the command's own stdin."""
 
@@ -176,44 +203,74 @@ class Line:
     stdin_head: bytes = b""
 
 
-def line(place: Place, command: Command) -> Line:
-    """The shell text that runs `command` at `place`.
+def pct(*words: str) -> Command:
+    """A call of pct on the host, as root by sudo where that is needed."""
+    return Command(("pct", *words), root=True)
 
-    Through pct, argv is decoded by locale on its way, so words that are not valid UTF-8 go by stdin; so do words too
-    long for one line. ValueError when a host's own command is too long: there is nothing there to read it from stdin.
+
+def line(
+    place: "Host | Container", command: Command, sudo: Sudo | None = None, *, token: str = "", terminal: bool = False
+) -> Line:
+    """The shell text that runs `command` at `place`. sudo: what the login user may do; None for root. token: a mark for
+    the beginning of its outputs, see shell_text. terminal: for a command whose stdin is the user's terminal.
+
+    Words that pct would not pass as they are go by stdin, and so do words too long for one line. ValueError when a
+    host's own command is too long: there is nothing there to read it from stdin.
     """
-    match place:
-        case Local():
-            return Line(_encode(shlex.join(_with_env(command.argv, command.env))))
-        case Host():
-            text = _encode(shlex.join((*command.host_prefix, *_with_env(command.argv, command.env))))
-            if len(text) > MAX_LINE_BYTES:
-                raise ValueError(f"a command for {place} is {len(text)} bytes long; {MAX_LINE_BYTES} are allowed")
+    if isinstance(place, Host):
+        text = shell_text.text(_on_host(command, sudo), token)
+        if len(text) > MAX_LINE_BYTES:
+            raise ValueError(f"a command for {place} is {len(text)} bytes long; {MAX_LINE_BYTES} are allowed")
+        return Line(text)
+    outside, inside = _entry(place, command.host_prefix, sudo)
+    environment = {**CONTAINER_ENVIRONMENT, "PATH": _path(place), **command.env}
+    entry = (*outside, "env", "-i", *(f"{key}={value}" for key, value in environment.items()), *inside)
+    if place.via == "lxc-attach" or all(map(str.isascii if _loses_locale(sudo) else _is_utf8, command.argv)):
+        text = shell_text.text((*entry, *command.argv), token)
+        if len(text) <= MAX_LINE_BYTES:
             return Line(text)
-        case Container():
-            attach = _attach(place)
-            environment = {**CONTAINER_ENVIRONMENT, "PATH": _path(place), **command.env}
-            words = ("env", "-i", *(f"{key}={value}" for key, value in environment.items()))
-            text = _encode(shlex.join((*command.host_prefix, *attach, *words, *command.argv)))
-            unsafe = place.via == "pct" and not all(_is_utf8(word) for word in command.argv)
-            if not unsafe and len(text) <= MAX_LINE_BYTES:
-                return Line(text)
-            packed = b"\0".join(_encode(word) for word in command.argv)
-            reader = (place.python, "-c", _WORDS_FROM_STDIN)
-            text = _encode(shlex.join((*command.host_prefix, *attach, *words, *reader)))
-            return Line(text, b"%010d" % len(packed) + packed)
+    if terminal:
+        hexed = (_encode(word).hex() for word in command.argv)
+        return Line(shell_text.text((*entry, place.python, "-c", _WORDS_FROM_HEX, *hexed), token))
+    packed = b"\0".join(map(_encode, command.argv))
+    text = shell_text.text((*entry, place.python, "-c", _WORDS_FROM_STDIN), token)
+    return Line(text, b"%010d" % len(packed) + packed)
+
+
+def _on_host(command: Command, sudo: Sudo | None) -> tuple[str, ...]:
+    words = (*command.host_prefix, *_with_env(command.argv, command.env))
+    if not command.root:
+        return words
+    if command.argv[0] != "pct":
+        return (*_SUDO, *words) if sudo and sudo.everything else words
+    if sudo is None or sudo.everything:
+        return (*(_SUDO if sudo else ()), *_UTF8, *words)
+    return (*_UTF8, *_SUDO, PCT, *command.argv[1:])
+
+
+def _entry(container: Container, prefix: tuple[str, ...], sudo: Sudo | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words before a command that enter its container, and those in there. sudo closes descriptors, so that a lock
+    taken before it would be lost; where it allows pct and lxc-attach alone, the lock is one of the container."""
+    program, *rest = _ATTACH[container.via]
+    words = tuple(word.format(container.vmid) for word in rest)
+    locale = _UTF8 if container.via == "pct" else ()
+    if sudo is None or sudo.everything:
+        return (*(_SUDO if sudo else ()), *prefix, *locale, program, *words), ()
+    return (*locale, *_SUDO, PCT if container.via == "pct" else LXC_ATTACH, *words), prefix
+
+
+_ATTACH = {"lxc-attach": ("lxc-attach", "-n", "{}", "--clear-env", "--"), "pct": ("pct", "exec", "{}", "--")}
+
+
+def _loses_locale(sudo: Sudo | None) -> bool:
+    """Whether what sudo lets through of the environment is for its configuration to say."""
+    return sudo is not None and not sudo.everything
 
 
 def _path(container: Container) -> str:
     """PATH in the container: `python` there is the trainer's, and so are the programs beside it."""
     folder, slash, _ = container.python.rpartition("/")
     return f"{folder}:{CONTAINER_ENVIRONMENT['PATH']}" if slash else CONTAINER_ENVIRONMENT["PATH"]
-
-
-def _attach(container: Container) -> tuple[str, ...]:
-    if container.via == "lxc-attach":
-        return ("lxc-attach", "-n", str(container.vmid), "--clear-env", "--")
-    return ("env", "LC_ALL=C.UTF-8", "pct", "exec", str(container.vmid), "--")
 
 
 def _with_env(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,9 +11,8 @@ stopped waiting, not that it has ended.
 
 import contextlib
 import os
-import selectors
+import secrets
 import shlex
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -21,10 +20,13 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, line
+from dflash_ops import sudo
+from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, Sudo, line, pct
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.framing import START_SECONDS, Framed
 from dflash_ops.gate import Gate, never_entered
+from dflash_ops.local_process import LocalProcess, on_terminal
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -37,54 +39,6 @@ OnBytes = Callable[[bytes], None]
 _ASIDE_SECONDS = 15.0  # for a question of our own beside the caller's command
 
 
-class LocalProcess:
-    """A command on this machine, behind the same methods as one behind a channel."""
-
-    def __init__(self, command: Command) -> None:
-        words = [os.fsencode(word) for word in command.argv]
-        pipe = subprocess.PIPE
-        environment = {**os.environ, **command.env}
-        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._stdin, self._out, self._err = self._process.stdin, self._process.stdout, self._process.stderr
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._out, selectors.EVENT_READ)
-        self._selector.register(self._err, selectors.EVENT_READ)
-
-    def read(self, seconds: float) -> tuple[bytes, bytes, bool]:
-        got = {self._out: b"", self._err: b""}
-        for key, _ in self._selector.select(seconds):
-            got[key.fileobj] = os.read(key.fd, 1 << 20)  # pyright: ignore[reportArgumentType] (it is what we registered)
-            if not got[key.fileobj]:  # pyright: ignore[reportArgumentType]
-                self._selector.unregister(key.fileobj)
-        return got[self._out], got[self._err], not self._selector.get_map()
-
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[self._stdin.write(view) or 0 :]
-
-    def close_stdin(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended already
-            self._stdin.close()
-
-    def code(self, seconds: float) -> int | None:
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        return code if code >= 0 else 128 - code
-
-    def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        # stdin is closed by whoever writes to it: a descriptor closed under a writer could be somebody else's by then.
-        self._selector.close()
-        self._out.close()
-        self._err.close()
-
-
 @dataclass
 class _Known:
     """What this Shell has learned of a host."""
@@ -93,6 +47,8 @@ class _Known:
     link: "Link | None" = None
     coming: "Future[Link] | None" = None
     has_lxc_attach: bool | None = None
+    rights: sudo.Rights | None = None
+    asking: threading.Lock = field(default_factory=threading.Lock)  # for the rights, one at a time
 
 
 class Shell:
@@ -104,6 +60,7 @@ class Shell:
         self._command_timeout = command_timeout
         self._lock = threading.Lock()
         self._hosts: dict[Host, _Known] = {}
+        self._token = secrets.token_hex(4)  # no login script prints it
 
     def __enter__(self) -> "Shell":
         return self
@@ -239,14 +196,13 @@ class Shell:
 
         command = replace(command, env={"TERM": os.environ.get("TERM", "xterm-256color"), **command.env})
         if isinstance(place, Local):
-            return subprocess.call([os.fsencode(word) for word in command.argv], env={**os.environ, **command.env})
+            return on_terminal(command)
         if isinstance(place, Container):
             place = self._settle(place)
-        text = line(place, command)
-        if text.stdin_head:
-            raise OpsError("a command for a terminal is too long, or not UTF-8", where=str(place))
+        # No mark: what a login script prints is for whoever sits there.
+        text = line(place, command, self._sudo(place, command), terminal=True).text
         columns, rows = size()
-        process = self._link(_host(place)).start(text.text, terminal=(command.env["TERM"], columns, rows))
+        process = self._link(_host(place)).start(text, terminal=(command.env["TERM"], columns, rows))
         try:
             attach(process)
             code = process.code(CODE_SECONDS)
@@ -303,8 +259,8 @@ class Shell:
 
     def explain(self, container: Container, result: Result) -> OpsError:
         """Why a command for a container failed: asks `pct status`, which tells stopped from missing."""
-        status = self.run(container.host, Command(("pct", "status", str(container.vmid))), timeout=_ASIDE_SECONDS)
         host, vmid = container.host, container.vmid
+        status = self.run(host, pct("status", str(vmid)), timeout=_ASIDE_SECONDS)
         if status.code == 0 and b"stopped" in status.out:
             return PreflightError(
                 f"container {vmid} is stopped", where=str(host), next=f"on the host: pct start {vmid}"
@@ -320,18 +276,20 @@ class Shell:
             return PreflightError(
                 "the host has no pct", where=str(host), why=status.last_words, next="check that it is a Proxmox VE host"
             )
+        rights = self._known(host).rights
+        if rights is not None and not (rights.sudo.everything or rights.sudo.pct):
+            return sudo.pct_refused(container, rights)
         return _failed(result)
 
     def _inside(self, place: Place, once: Callable[[Place], Result]) -> Result:
-        """Runs `once` at the place; by pct if it turns out that the host has no lxc-attach. Raises when the command
-        never got into its container."""
+        """Runs `once` at the place; by pct if it turns out that the host has no lxc-attach, or lets us use pct alone.
+        Raises when the command never got into its container."""
         if not isinstance(place, Container):
             return once(place)
-        known = self._known(place.host)
-        if known.has_lxc_attach is False:
-            place = replace(place, via="pct")
+        if self._rights(place.host) is not None or self._known(place.host).has_lxc_attach is not None:
+            place = self._settle(place)
         result = once(place)
-        if result.code in (69, 127) and place.via == "lxc-attach" and known.has_lxc_attach is None:
+        if result.code in (69, 127) and place.via == "lxc-attach" and self._known(place.host).has_lxc_attach is None:
             settled = self._settle(place)
             if settled != place:
                 return self._inside(settled, once)
@@ -342,7 +300,11 @@ class Shell:
         return result
 
     def _settle(self, container: Container) -> Container:
-        """The container, by pct if its host has no lxc-attach. Asks the host once."""
+        """The container, by pct if its host has no lxc-attach or if that is all that sudo allows. Asks the host once.
+        PreflightError when sudo allows nothing."""
+        rights = self._rights(container.host)
+        if rights is not None:
+            return sudo.way(container, rights)
         if container.via == "pct":
             return container
         known = self._known(container.host)
@@ -350,6 +312,30 @@ class Shell:
             asked = self.run(container.host, Command(("sh", "-c", "command -v lxc-attach")), timeout=_ASIDE_SECONDS)
             known.has_lxc_attach = asked.code == 0
         return container if known.has_lxc_attach else replace(container, via="pct")
+
+    # -- users who are not root
+
+    def _rights(self, host: Host) -> sudo.Rights | None:
+        """What sudo lets the login user do, asked once; None for root."""
+        user = getattr(self._link(host), "user", "root")
+        if user == "root":
+            return None
+        known = self._known(host)
+        with known.asking:
+            if known.rights is None:
+                known.rights = sudo.read(self.run(host, sudo.QUESTION, timeout=_ASIDE_SECONDS), user)
+            return known.rights
+
+    def _sudo(self, place: Host | Container, command: Command) -> Sudo | None:
+        """For `line`. PreflightError where pct is asked for and nothing is allowed."""
+        if isinstance(place, Host) and not command.root:
+            return None
+        rights = self._rights(_host(place))
+        if rights is None:
+            return None
+        if isinstance(place, Host) and command.argv[0] == "pct" and rights.refused:
+            raise sudo.error(place, rights)
+        return rights.sudo
 
     # -- underneath
 
@@ -373,8 +359,9 @@ class Shell:
         """The running command, and the bytes that must precede its stdin."""
         if isinstance(place, Local):
             return LocalProcess(command), b""
-        text = line(place, command)
-        return self._link(_host(place)).start(text.text), text.stdin_head
+        host = _host(place)
+        text = line(place, command, self._sudo(place, command), token=self._token)
+        return Framed(host, command, self._link(host).start(text.text), self._token), text.stdin_head
 
     def _pump(
         self,
@@ -387,7 +374,10 @@ class Shell:
         total: float | None = None,
         idle: float | None = None,
     ) -> int:
-        """Runs a command with input and output at once, so that neither can block the other. Gives its exit code."""
+        """Runs a command with input and output at once, so that neither can block the other. Gives its exit code.
+
+        total, idle: seconds for all of it, or for a silence, from when the login shell has begun it.
+        """
         try:
             process, head = self._start(place, command)
         except FileNotFoundError:
@@ -399,13 +389,16 @@ class Shell:
         limit = total if total is not None else idle
         try:
             feed_process(process, head + command.stdin, stdin)
-            deadline = None if limit is None else time.monotonic() + limit
+            starting = process if isinstance(process, Framed) else None
+            deadline = time.monotonic() + START_SECONDS if starting else _after(limit)
             ended = False
             while not ended:
                 left = TICK_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
-                    raise timed_out(place, command, limit or 0)
+                    raise starting.too_slow() if starting else timed_out(place, command, limit or 0)
                 out, err, ended = process.read(min(left, TICK_SECONDS))
+                if starting and starting.started:
+                    starting, deadline = None, _after(limit)
                 if out:
                     on_out(out)
                 if err:
@@ -418,6 +411,10 @@ class Shell:
             return code
         finally:
             process.end()
+
+
+def _after(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def _drop(data: bytes) -> None:

@@ -13,14 +13,16 @@ EVERY_FILE = sorted([*OPS.rglob("*.py"), *TRAINER.rglob("*.py")])
 REMOTE = sorted((OPS / "remote").glob("*.py"))
 
 STARTS_PROCESSES = (
-    "dflash_ops/shell.py", "dflash_ops/sandbox/", "dflash_ops/remote/", "trainer/__main__.py", "trainer/export.py",
-    "trainer/selftest.py",
+    "dflash_ops/local_process.py", "dflash_ops/sandbox/", "dflash_ops/remote/", "trainer/__main__.py",
+    "trainer/export.py", "trainer/selftest.py",
 )  # fmt: skip
 SPEAKS_SSH = ("dflash_ops/ssh.py", "dflash_ops/sandbox/")
 # What a file may import of dflash_ops, for those that know nothing of what is above them.
 PURE = {
     "errors": set(),
-    "command": {"errors"},
+    "shell_text": set(),
+    "command": {"errors", "shell_text"},
+    "sudo": {"command", "errors"},
     "inventory_tables": set(),
     "inventory_faults": {"inventory_tables"},
     "inventory_file": {"errors"},
@@ -31,7 +33,19 @@ PURE = {
     "terminal": set(),
     "conversation": {"command", "errors"},
     "gate": {"command"},
-    "shell": {"command", "conversation", "errors", "gate", "ssh", "terminal"},
+    "local_process": {"command"},
+    "framing": {"command", "conversation", "errors", "shell_text"},
+    "shell": {
+        "command",
+        "conversation",
+        "errors",
+        "framing",
+        "gate",
+        "local_process",
+        "ssh",
+        "sudo",
+        "terminal",
+    },
     "answers": {"command", "errors"},
     "render": {"errors"},
 }

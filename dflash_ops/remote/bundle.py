@@ -1,7 +1,8 @@
 """Packs remote scripts for their way: one short command, and everything else on its stdin.
 
-The command is `python -c BOOT VERB [MARK]`; stdin carries the sources of the modules and the verb's parameters as one
-JSON document, so neither a length limit nor a process list ever meets a parameter, and half a document starts nothing.
+The command is `python -c READ VERB [MARK]`; stdin carries the sources of the modules, how to import them, and the
+verb's parameters as one JSON document, so neither a length limit nor a process list ever meets a parameter, and half a
+document starts nothing.
 """
 
 import functools
@@ -16,11 +17,14 @@ from dflash_ops.command import Command
 _ALSO = {"start": ("notify", "stop", "supervisor", "view", "watch")}
 _IMPORT = re.compile(r"^\s*from dflash_ops\.remote(?:\.(\w+))? import (.+)$", re.MULTILINE)
 
+# One line of what every login shell takes as it is: nothing has to be packed. The document is one line of stdin, too:
+# what follows is the verb's.
+_READ = 'import json,sys;bundle=json.loads(sys.stdin.buffer.readline());exec(bundle["boot"])'
+
 # Makes the modules importable under their full names; each is compiled when it is imported first.
 _BOOT = """
-import json, sys, types
+import sys, types
 from importlib.machinery import ModuleSpec
-bundle = json.loads(sys.stdin.buffer.readline())  # one line: what follows is the verb's
 modules, package = bundle["modules"], "dflash_ops.remote"
 class Carried:
     def find_spec(self, name, path=None, target=None):
@@ -40,16 +44,23 @@ sys.exit(verb.main(bundle["parameters"]))
 
 
 def command(
-    python: str, verb: str, parameters: dict[str, Any], *, mark: str = "", host_prefix: tuple[str, ...] = ()
+    python: str,
+    verb: str,
+    parameters: dict[str, Any],
+    *,
+    mark: str = "",
+    host_prefix: tuple[str, ...] = (),
+    root: bool = False,
 ) -> Command:
     """The command that runs `verb` (a module of this folder) with its parameters, in the container or on the host.
 
-    mark: a word that process lists show (the run id), so that others can see what goes on.
+    mark: a word that process lists show (the run id), so that others can see what goes on. root: on a host, as root
+    where the login user may be root there.
     """
     modules = {name: source(name) for name in needs(verb)}
-    document = json.dumps({"modules": modules, "parameters": parameters}).encode() + b"\n"
-    words = (python, "-I", "-c", _BOOT, verb, *((mark,) if mark else ()))
-    return Command(argv=words, stdin=document, host_prefix=host_prefix)
+    document = json.dumps({"boot": _BOOT, "modules": modules, "parameters": parameters}).encode() + b"\n"
+    words = (python, "-I", "-c", _READ, verb, *((mark,) if mark else ()))
+    return Command(argv=words, stdin=document, host_prefix=host_prefix, root=root)
 
 
 def needs(verb: str) -> list[str]:

@@ -22,9 +22,10 @@ def test_what_a_verb_imports_travels_with_it(shell: Shell, tmp_path: Path, verb:
     assert b"KeyError" in done.err and b"ModuleNotFoundError" not in done.err and b"ImportError" not in done.err
     program = "\n".join(f"from dflash_ops.remote import {name}" for name in names)
     command = bundle.command(sys.executable, verb, {})
-    boot = command.argv[3].replace("sys.exit(verb", program + "\nprint('whole')\nsys.exit(verb")
-    words = (*command.argv[:3], boot, *command.argv[4:])
-    assert b"whole" in shell.run(Local(), type(command)(words, command.stdin)).out
+    document = json.loads(command.stdin)
+    document["boot"] = document["boot"].replace("sys.exit(verb", program + "\nprint('whole')\nsys.exit(verb")
+    changed = json.dumps(document).encode() + b"\n"
+    assert b"whole" in shell.run(Local(), type(command)(command.argv, changed)).out
 
 
 def test_nothing_else_travels() -> None:
