@@ -96,9 +96,21 @@ class Https:
 
     def _read(self, call: Call, answer: Any) -> Any:
         # What proxmoxer makes of an answer that is no JSON.
-        if isinstance(answer, dict) and set(answer) == {"errors"} and isinstance(answer["errors"], bytes):
-            raise not_the_api(self.asked, call, f"no JSON, but {answer['errors'][:60]!r}")
-        return answer
+        if not (isinstance(answer, dict) and set(answer) == {"errors"} and isinstance(answer["errors"], bytes)):
+            return answer
+        text = answer["errors"]
+        if not text or text.startswith(b'{"'):  # it began as the API's do
+            raise self._broke_off(call)
+        raise not_the_api(self.asked, call, f"no JSON, but {text[:60]!r}")
+
+    def _broke_off(self, call: Call) -> LinkLostError:
+        changes = "; it may have happened" if call.method != "get" else ""
+        return LinkLostError(
+            f"the API broke off while it answered {call}",
+            where=self.asked.where,
+            why=f"the connection was closed{changes}",
+            next="on the host: systemctl status pveproxy; journalctl -u pveproxy -n 20",
+        )
 
     def _too_slow(self, call: Call) -> TimedOutError:
         changes = "; it may have happened" if call.method != "get" else ""
@@ -139,13 +151,7 @@ class Https:
             return self._unreachable(f"nothing listens on port {self._api.port}", advice)
         broken = (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError)
         if isinstance(error, broken) or any(isinstance(it, urllib3.exceptions.ProtocolError) for it in causes):
-            changes = "; it may have happened" if call.method != "get" else ""
-            return LinkLostError(
-                f"the API broke off while it answered {call}",
-                where=self.asked.where,
-                why=f"the connection was closed{changes}",
-                next="on the host: systemctl status pveproxy; journalctl -u pveproxy -n 20",
-            )
+            return self._broke_off(call)
         system = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), None)
         return self._unreachable(str(system.strerror) if system else type(error).__name__)
 
