@@ -17,6 +17,7 @@ from dflash_ops.command import Container, Host
 from dflash_ops.inventory import load
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
+from trainer.models import models_folder
 
 # As the trainer's own command line does, before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -51,9 +52,22 @@ def share(soak: bool, request: pytest.FixtureRequest) -> Callable[[list], list]:
     return pick
 
 
+@pytest.fixture(scope="session")
+def _users_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {
+        "XDG_CONFIG_HOME": tmp_path_factory.getbasetemp() / "users-config",
+        "XDG_CACHE_HOME": tmp_path_factory.mktemp("users-cache", numbered=False),
+    }
+    (ours := folders["XDG_CACHE_HOME"] / "dflash-ops").mkdir()
+    (ours / "models").symlink_to(models_folder())  # what `make setup` has made
+    return folders
+
+
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the person who runs the tests reaches them."""
+def _own_settings(monkeypatch: pytest.MonkeyPatch, _users_folders: dict[str, Path]) -> None:
+    """No setting of the person who runs the tests reaches them, and nothing is left in that person's folders."""
+    for variable, folder in _users_folders.items():
+        monkeypatch.setenv(variable, str(folder))
     for name in ("DFLASH_OPS_INVENTORY", "DFLASH_OPS_SANDBOX", "DFLASH_OPS_TARGET", "DFLASH_SHARED", "SSH_AUTH_SOCK"):
         monkeypatch.delenv(name, raising=False)
 
