@@ -47,7 +47,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic_core import ValidationError
 
 from dflash_ops.command import Api, Container, Host, Pins
 from dflash_ops.errors import ConfigError, NotFoundError, UsageFault
@@ -64,7 +64,7 @@ from dflash_ops.inventory_faults import (
 from dflash_ops.inventory_file import find as find
 from dflash_ops.inventory_file import read
 from dflash_ops.inventory_file import working_folder as working_folder
-from dflash_ops.inventory_tables import SANDBOX, ApiTable, InventoryFile
+from dflash_ops.inventory_tables import SANDBOX, ApiTable, InventoryFile, checked
 
 if TYPE_CHECKING:
     from dflash_ops.sandbox.state import SandboxState
@@ -254,7 +254,7 @@ def parse(text: str, file: Path) -> Inventory:
 def examine(text: str) -> InventoryFile | list[Fault]:
     """What an inventory's text says, or all that is wrong with it. Pure."""
     try:
-        tables = InventoryFile.model_validate(tomllib.loads(text))
+        tables = checked(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         return [Fault("", str(error))]
     except RecursionError:

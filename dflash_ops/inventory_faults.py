@@ -2,22 +2,13 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from dflash_ops.inventory_tables import (
-    NAME,
-    SANDBOX,
-    ApiTable,
-    ContainerTable,
-    HostTable,
-    InventoryFile,
-    PinsTable,
-)
+from dflash_ops.inventory_tables import SANDBOX, ApiTable, ContainerTable, HostTable, InventoryFile, PinsTable
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-    from pydantic_core import ErrorDetails
+    from pydantic_core import ErrorDetails, ValidationError
 
 ALL = "all"  # the word of --on for every container
 # Finding a line reads the text again and again: 17 times for a long one, more where a statement has many lines.
@@ -46,26 +37,24 @@ def _of_shape(fault: "ErrorDetails", text: str) -> Fault:
     in_api = words[:1] == ["hosts"] and words[2:3] == ["api"]
     shown = "what is there" if in_api else brief(fault["input"])  # it may be the secret, put in the wrong place
     match fault["type"]:
-        case "extra_forbidden" if in_api and words[-1] in _SECRETS:
+        case "unexpected_keyword_argument" if in_api and words[-1] in _SECRETS:
             why = (
                 "no secret belongs in this file: put it into the variable DFLASH_OPS_PVE_TOKEN (or name another as "
                 "`token_env`), or into a file of mode 0600 and name that as `token_file`"
             )
-        case "extra_forbidden":
+        case "unexpected_keyword_argument":
             allowed = sorted(_fields_at(words[:-1]))
             why = f"no such key; allowed: {', '.join(allowed)}{nearest(words[-1], allowed)}"
         case "missing":
             why = "is missing"
-        case "value_error":
-            why = fault["msg"].removeprefix("Value error, ")
-        case "model_type" | "dict_type":
+        case "dataclass_type" | "dict_type":
             why = f"must be a table, not {shown}"
-        case "string_pattern_mismatch" if "[key]" in fault["loc"]:
+        case _ if "[key]" in fault["loc"]:
             why = (
                 "can't be a name: that is at most 64 letters, digits, `_`, `-` and `.`, with none of the last two first"
             )
         case "string_pattern_mismatch" if in_api:
-            why = f"must look like {fault.get('ctx', {}).get('pattern', NAME)}"
+            why = f"must look like {fault.get('ctx', {}).get('pattern')}"
         case _:
             why = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, not {shown}"
     return Fault(".".join(words), why, line_of(text, path))
@@ -81,6 +70,9 @@ def between_tables(tables: InventoryFile, text: str) -> list[Fault]:
     for kind, names in (("hosts", tables.hosts), ("containers", tables.containers), ("groups", tables.groups)):
         if ALL in names:
             bad((kind, ALL), "`all` means every container; choose another name")
+    for name, table in tables.hosts.items():
+        if why := _no_one_way(table):
+            bad(("hosts", name), why)
     for name, table in tables.containers.items():
         if table.host not in tables.hosts:
             hosts = tables.hosts
@@ -108,6 +100,14 @@ def between_tables(tables: InventoryFile, text: str) -> list[Fault]:
             why += nearest(tables.default, known)
         bad(("default",), why)
     return found
+
+
+def _no_one_way(table: HostTable) -> str:
+    """Why a host's table does not say how to reach it, and only once."""
+    if table.sandbox is None:
+        return "needs `address`, or `sandbox`" if table.address is None else ""
+    others = sorted(key.name for key in fields(table) if key.name != "sandbox" and getattr(table, key.name) is not None)
+    return f"`sandbox` says all there is to say; remove: {', '.join(others)}" if others else ""
 
 
 def _wrong_member(tables: InventoryFile, word: str) -> str:
@@ -220,18 +220,19 @@ def _has(document: Any, path: Sequence[str | int]) -> bool:
     return True
 
 
-def _fields_at(path: list[str]) -> Iterable[str]:
+def _fields_at(path: list[str]) -> list[str]:
     match path:
         case ["hosts", _]:
-            return HostTable.model_fields
+            table = HostTable
         case ["hosts", _, "api"]:
-            return ApiTable.model_fields
+            table = ApiTable
         case ["containers", _]:
-            return ContainerTable.model_fields
+            table = ContainerTable
         case ["containers", _, "pins"]:
-            return PinsTable.model_fields
+            table = PinsTable
         case _:
-            return InventoryFile.model_fields
+            table = InventoryFile
+    return [key.name for key in fields(table)]
 
 
 def brief(value: object) -> str:

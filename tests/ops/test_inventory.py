@@ -249,7 +249,7 @@ def test_it_is_found_upwards_and_never_merged(tmp_path: Path, monkeypatch: pytes
 
 
 def test_none_at_all_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no inventory .*Next: dflash-ops init writes one"):
+    with pytest.raises(ConfigError, match=r"no inventory .*Next: dflash-ops init writes one"):
         find(start=tmp_path)
 
 
