@@ -209,6 +209,12 @@ def cached_mask(context: int, block_size: int, sight: Sight, device: torch.devic
     return seen
 
 
+def listed_tiles(tiles_BIK: Tensor) -> tuple[Tensor, Tensor]:
+    """Per line how many tiles, [B, 1, I], and which, [B, 1, I, K]: those first, in order. The axis is for the heads."""
+    order = torch.argsort(tiles_BIK.int(), dim=-1, descending=True, stable=True)
+    return tiles_BIK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
+
+
 def tile_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> BlockMask:
     """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
 
@@ -252,16 +258,11 @@ def tile_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Blo
     own_IK = (tile_K >= own_first_I[:, None]) & (tile_K <= own_last_I[:, None])
     partial_BIK = (needed_BIK | own_IK) & ~full_BIK
 
-    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Per line how many tiles, and which: those first, in order. Both with an axis for the heads."""
-        order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
-        return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
-
-    transposed = listed(partial_BIK.transpose(1, 2)), listed(full_BIK.transpose(1, 2))
+    transposed = listed_tiles(partial_BIK.transpose(1, 2)), listed_tiles(full_BIK.transpose(1, 2))
     return BlockMask(
         (queries, row_tokens + queries),
-        *listed(partial_BIK),
-        *listed(full_BIK),
+        *listed_tiles(partial_BIK),
+        *listed_tiles(full_BIK),
         *transposed[0],
         *transposed[1],
         BLOCK_SIZE=(TILE, TILE),

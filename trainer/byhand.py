@@ -11,7 +11,7 @@ the names of the layers' arguments change between the versions of transformers w
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ def device_of(layer: Any) -> torch.device:
     return layer.input_layernorm.weight.device
 
 
+class Fast(Protocol):
+    """The same layers for rows of one shape: fast_target.py."""
+
+    shape: tuple[int, int]  # rows and their tokens
+
+    def run(
+        self, hidden_BSH: Tensor, positions_BS: Tensor, document_ids_BS: Tensor, layer_ids: Sequence[int], *, stop: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class ByHand:
     """The decoder layers of a Llama or a Qwen3."""
 
@@ -50,6 +60,7 @@ class ByHand:
     def __init__(self, model: Any) -> None:
         config = model.config
         self.model = model
+        self.fast: Fast | None = None
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -71,8 +82,12 @@ class ByHand:
     ) -> tuple[Tensor, Tensor | None]:
         """The captured layers of packed rows, [B, S, F], and the last norm's output if `final`, [B, S, H]."""
         stop = self.num_layers - 1 if final else max(layer_ids)
-        mask = document_mask(document_ids_BS)
-        hidden_BSH, features_BSF = self.run(self._embedded(ids_BS), positions_BS, mask, layer_ids, stop=stop)
+        embedded_BSH = self._embedded(ids_BS)
+        if self.fast is not None and self.fast.shape == tuple(ids_BS.shape):
+            hidden_BSH, features_BSF = self.fast.run(embedded_BSH, positions_BS, document_ids_BS, layer_ids, stop=stop)
+        else:
+            mask = document_mask(moved(document_ids_BS, ids_BS.device))
+            hidden_BSH, features_BSF = self.run(embedded_BSH, positions_BS, mask, layer_ids, stop=stop)
         return features_BSF, self.norm(hidden_BSH) if final else None
 
     def new_cache(self, capacity: int) -> KeyValueCache:

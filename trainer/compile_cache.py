@@ -22,7 +22,17 @@ from pathlib import Path
 import torch
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-COMPILED = ("blocks", "draft", "draft_config", "learner", "loss")  # modules whose code torch compiles
+COMPILED = (  # modules whose code torch compiles
+    "blocks",
+    "compiled",
+    "draft",
+    "draft_config",
+    "fast_target",
+    "fp8",
+    "learner",
+    "loss",
+    "masks",
+)
 WAIT = 5.0  # seconds for another process to be done with cleaning up
 
 Say = Callable[[str], None]

@@ -48,6 +48,8 @@ class TargetSection(Section):
     """A local folder (relative to where the trainer runs: the release) or a Hugging Face hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and features of the target. auto: bfloat16 on CUDA, float32 on the CPU."""
+    fp8: bool = False
+    """Features with the target's matrices in fp8: faster, less exact. A GPU of Hopper or later; Llama and Qwen3."""
 
 
 class DraftSection(Section):

@@ -9,13 +9,14 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainer.acceptance import answer_cycles, by_position
 from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
+from trainer.compiled import compiled
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
@@ -121,7 +122,8 @@ def features_of(
         anchors_BGN, keep_BGN = whole_tiles(anchors_BGN, keep_BGN, draft.block_size)
     forward_blocks = anchors_BGN.shape[1]
     anchors_BN, keep_BN = (t.view(len(rows.ids_BS), -1) for t in (anchors_BGN, keep_BGN))
-    where = here.ids_BS, here.document_ids_BS, here.positions_BS
+    # The documents' ids from the host: who needs their lengths there would wait for the GPU.
+    where = here.ids_BS, rows.document_ids_BS, here.positions_BS
     final_BSH = None
     if teacher:
         features_BSF, final_BSH = target.features_and_final(*where, draft.target_layer_ids)
@@ -149,16 +151,6 @@ def features_of(
         rows=rows,
         final_BSH=final_BSH,
     ).to(device)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for one shape, by rules alone: left to itself Inductor times some kernels and takes the quickest, so
-    that the order of sums, and with it the last bits, would differ from GPU to GPU and from cache to cache.
-    """
-    import torch._inductor.config as inductor
-
-    rules = {"deterministic": True} if hasattr(inductor, "deterministic") else {}  # torch 2.10 and later
-    return torch.compile(function, dynamic=False, fullgraph=True, options=cast(Any, rules))
 
 
 class Learner:

@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (transformers gives its configs no types)
 """`python -m trainer warm CONFIG.toml`: compiles what a training with this config will run, for each drafter's device,
 so that its start finds it in the compile cache. Needs no data and of the target only its config.
 
@@ -8,10 +10,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from trainer import switches
 from trainer.compile_cache import prune, use_compile_cache
 from trainer.config import ConfigFault, TrainConfig, load, micro_rows
 from trainer.diagnosis import explain
@@ -22,8 +27,9 @@ from trainer.layout import check_layout, parse
 from trainer.learner import Learner
 from trainer.shortage import shortage_in
 from trainer.start import Say, TrainingError, target_dtype
+from trainer.target import TargetModel
 from trainer.threads import make_torch_thread_safe
-from trainer.warm import Warmed, batch_shape, make_learner, warm_up
+from trainer.warm import Warmed, batch_shape, make_learner, warm_up, warm_up_targets
 
 CONFIG_CODE = 3
 
@@ -40,7 +46,26 @@ def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     devices = [torch.device(name) for name in dict.fromkeys(layout.drafters)]
     make_torch_thread_safe(config.train.fx_fix)
     learners = [_stand_in(config, draft, device, dtype) for device in devices]
-    return warm_up(learners, batch_shape(config, micro_rows(config), dtype), say=say)
+    shape = batch_shape(config, micro_rows(config), dtype)
+    places = [torch.device(name) for name in dict.fromkeys(chain.from_iterable(layout.targets))]
+    fast = [
+        place for place in places if place.type == "cuda" and (switches.CHOSEN.target_compiled or config.target.fp8)
+    ]
+    targets = [_stand_in_target(config, place, dtype) for place in fast]
+    warmed = warm_up_targets(targets, shape, (0, 1), fp8=config.target.fp8, say=say)
+    return warmed + warm_up(learners, shape, say=say)
+
+
+def _stand_in_target(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> TargetModel:
+    """The target's first two layers, with fresh weights: what is compiled for them is compiled for all."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found: Any = AutoConfig.from_pretrained(str(Path(config.target.path).expanduser()))
+    found.num_hidden_layers = 2
+    if getattr(found, "layer_types", None):
+        found.layer_types = found.layer_types[:2]
+    with torch.device(device):
+        return TargetModel(AutoModelForCausalLM.from_config(found, dtype=dtype))
 
 
 def _stand_in(config: TrainConfig, draft: DraftConfig, device: torch.device, dtype: torch.dtype) -> Learner:

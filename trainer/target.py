@@ -19,15 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer import sizes, vocabulary
+from trainer import fast_target, sizes, vocabulary
 from trainer.blocks import moved
 from trainer.byhand import FAMILIES, ByHand, runs_by_hand
 from trainer.caches import TargetCache
 from trainer.draft_config import DraftConfig
+from trainer.fast_target import Compile, FastLayers, as_it_is
+from trainer.fp8 import why_not as fp8_why_not
 from trainer.hooked import Hooked, Parts
 from trainer.proofs import prove
 from trainer.refused import TargetError, check_config, text_config
 from trainer.spread import spread
+from trainer.switches import Switches
 from trainer.vocabulary import Counts, check_vocabulary
 
 
@@ -108,8 +111,8 @@ class TargetModel:
     ) -> Tensor:
         """The residual stream after each of `layer_ids`, side by side in their order, [B, S, K*H].
 
-        document_ids_BS: one id for each token, a document's tokens side by side, -1 for padding. positions_BS: each
-        token's position in its own document. The pass ends after the last of the layers.
+        document_ids_BS: one id for each token, a document's tokens side by side, -1 for padding; on the CPU or here.
+        positions_BS: each token's position in its own document. The pass ends after the last of the layers.
         """
         return self._documents(input_ids_BS, document_ids_BS, positions_BS, layer_ids, final=False)[0]
 
@@ -131,12 +134,45 @@ class TargetModel:
     ) -> tuple[Tensor, Tensor | None]:
         if self._longest_row is not None and ids_BS.shape[1] > self._longest_row:
             raise TargetError(sizes.too_long(self.config, ids_BS.shape[1]))
-        ids_BS, document_ids_BS, positions_BS = map(self._entering, (ids_BS, document_ids_BS, positions_BS))
+        ids_BS, positions_BS = self._entering(ids_BS), self._entering(positions_BS)
         return self._runner.documents(ids_BS, document_ids_BS, positions_BS, layer_ids, final=final)
 
     def _entering(self, ids: Tensor) -> Tensor:
         """Where its first layers are, which for a target that is spread over devices is not where its head is."""
         return moved(ids, self._runner.embedding_VH.device)
+
+    def prepare(
+        self,
+        rows: int,
+        row_tokens: int,
+        layer_ids: Sequence[int],
+        switches: Switches,
+        *,
+        final: bool = False,
+        fp8: bool = False,
+        compiled: Compile = as_it_is,
+    ) -> None:
+        """Makes `features` (final: `features_and_final`) of such rows fast, and compiles all that it runs for them.
+
+        To be called while no other thread uses torch. Rows of another shape go on as before. compiled: how a function
+        is compiled. Raises TargetError where fp8 is asked for and can't be had; else a target that can't be run so is
+        left as it is.
+        """
+        reason = fast_target.why_not(self._runner) if isinstance(self._runner, ByHand) else "it is not run by hand"
+        if fp8 and (reason := reason or fp8_why_not(self.device)):
+            raise TargetError(f"target.fp8 is not possible here: {reason}")
+        if reason or not isinstance(self._runner, ByHand):
+            return
+        self._runner.fast = FastLayers(
+            self._runner, switches, rows=rows, row_tokens=row_tokens, fp8=fp8, compiled=compiled
+        )
+        ids_BS = torch.zeros(rows, row_tokens, dtype=torch.int64)
+        positions_BS = torch.arange(row_tokens).expand_as(ids_BS)
+        halves_BS = (
+            positions_BS >= row_tokens // 2
+        ).long()  # and what many documents use, where that is another kernel
+        for document_ids_BS in (ids_BS, halves_BS):
+            self._documents(ids_BS, document_ids_BS, positions_BS, layer_ids, final=final)
 
     def new_cache(self, capacity: int) -> TargetCache:
         """For one sequence of at most `capacity` tokens. Raises TargetError when the model can't be decoded so."""

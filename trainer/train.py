@@ -54,7 +54,7 @@ from trainer.state import checkpoint_folders
 from trainer.streams import Streams
 from trainer.tally import Step, Tally, measured_figures
 from trainer.threads import make_torch_thread_safe, nothing_compiles
-from trainer.warm import batch_shape, make_learner, warm_up
+from trainer.warm import batch_shape, make_learner, warm_up, warm_up_targets
 from trainer.watchdog import Watchdog
 from trainer.workers import Meter, TargetWorker, load_targets
 
@@ -238,6 +238,15 @@ def _train(
         finish_loading([*devices, *(device for place in places for device in place)])
         if progress.step < settings.steps or unmeasured:
             shape = batch_shape(config, feed.micro_rows, target.dtype)
+            warm_up_targets(
+                targets,
+                shape,
+                draft.target_layer_ids,
+                fp8=config.target.fp8,
+                say=say,
+                check=still_wanted,
+                allow=watchdog.allow,
+            )
             warm_up(learners, shape, say=say, check=still_wanted, allow=watchdog.allow)
         with (
             nothing_compiles(devices),

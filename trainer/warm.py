@@ -1,5 +1,5 @@
-"""Compiles once, in one thread, all that a training will run on its drafters' devices: forward and backward, to learn
-and to measure. After it, threads.nothing_compiles makes a compilation an error.
+"""Compiles once, in one thread, all that a training will run: the drafters' forward and backward, to learn and to
+measure, and the layers of targets that are run by hand. After it, a compilation is an error: threads.nothing_compiles.
 
 What is compiled goes by shapes, types and devices alone: it needs no data and no target. `python -m trainer warm`
 (prewarm.py) does the same for a training to come.
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer import switches
 from trainer.compile_cache import use_compile_cache
+from trainer.compiled import compiled
 from trainer.config import TrainConfig, default_gamma
 from trainer.data import make_row
 from trainer.documents import Document
@@ -26,6 +28,7 @@ from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
+from trainer.target import TargetModel
 from trainer.threads import make_compiler_thread_safe
 
 FORMS = 8  # in which a function is compiled for one device, at most: 2 of the drafter, 4 of the loss, some to spare
@@ -114,6 +117,45 @@ def warm_up(
     return compile_all(learners, shape, say=say, check=check, allow=allow)
 
 
+def warm_up_targets(
+    targets: Sequence[TargetModel],
+    shape: BatchShape,
+    layer_ids: Sequence[int],
+    *,
+    fp8: bool = False,
+    say: Say,
+    check: Callable[[], None] = lambda: None,
+    allow: Allow = contextlib.nullcontext,
+) -> list[Warmed]:
+    """Makes these targets fast for rows of this shape (TargetModel.prepare), one after the other, in this thread.
+
+    As warm_up, before it or after it. On the CPU there is nothing to do. Raises TargetError where fp8 is asked for and
+    can't be had.
+    """
+    chosen = switches.CHOSEN
+    wanted = [target for target in dict.fromkeys(targets) if fp8 or (chosen.target_compiled and _is_gpu(target.device))]
+    if not wanted:
+        return []
+    use_compile_cache(say)
+    if (safety := make_compiler_thread_safe()) and safety.left:
+        say(str(safety))
+    warmed: list[Warmed] = []
+    for target in wanted:
+        check()
+        started, before = time.perf_counter(), _graphs()
+        with allow(COMPILE_SECONDS), _forms_for(len(wanted)):
+            target.prepare(
+                shape.rows, shape.row_tokens, layer_ids, chosen, final=shape.teacher, fp8=fp8, compiled=compiled
+            )
+        for device in {parameter.device for parameter in target.model.parameters()}:
+            if _is_gpu(device):
+                torch.cuda.synchronize(device)  # what it made of its weights, other streams will read
+        made, found = (now - then for now, then in zip(_graphs(), before, strict=True))
+        warmed.append(Warmed(f"the target on {target.device}", time.perf_counter() - started, made, found))
+        say(str(warmed[-1]))
+    return warmed
+
+
 def compile_all(
     learners: Sequence[Learner],
     shape: BatchShape,
@@ -144,8 +186,8 @@ def compile_all(
                     raise
         if _is_gpu(device):
             torch.cuda.synchronize(device)
-        compiled, found = (now - then for now, then in zip(_graphs(), before, strict=True))
-        warmed.append(Warmed(str(device), time.perf_counter() - started, compiled, found))
+        made, found = (now - then for now, then in zip(_graphs(), before, strict=True))
+        warmed.append(Warmed(str(device), time.perf_counter() - started, made, found))
         say(str(warmed[-1]))
     return warmed
 
@@ -175,8 +217,8 @@ def _graphs() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     inductor = cast("dict[str, int]", counters["inductor"])
-    compiled = inductor.get("fxgraph_cache_miss", 0) + inductor.get("fxgraph_cache_bypass", 0)
-    return compiled, inductor.get("fxgraph_cache_hit", 0)
+    made = inductor.get("fxgraph_cache_miss", 0) + inductor.get("fxgraph_cache_bypass", 0)
+    return made, inductor.get("fxgraph_cache_hit", 0)
 
 
 # --- a batch without data and without a target ---------------------------------------------------------------------
