@@ -28,10 +28,10 @@ from paramiko.common import (
     OPEN_SUCCEEDED,
 )
 
-from dflash_ops.sandbox import sftp
+from dflash_ops.sandbox import sftp, sudo, users
 from dflash_ops.sandbox.session import Session, WindowSize
 
-USER = "root"
+USER = users.ROOT
 # What sshd allows on one connection by default (MaxSessions).
 MAX_SESSIONS = 10
 LOGIN_SECONDS = 30
@@ -74,6 +74,8 @@ def load(path: Path) -> paramiko.PKey:
 
 def serve(keys: Keys, host_key: paramiko.PKey, ready: int) -> NoReturn:
     """Serve until killed; the port goes to the pipe `ready` as soon as it is open."""
+    users.make()
+    sudo.serve()
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     os.write(ready, str(listener.getsockname()[1]).encode())
     os.close(ready)
@@ -159,7 +161,7 @@ class Connection(paramiko.ServerInterface):
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         known = f"{key.get_name()} {key.get_base64()}" == self.client_public
-        return AUTH_SUCCESSFUL if known and username == USER else AUTH_FAILED
+        return AUTH_SUCCESSFUL if known and username in (users.ROOT, users.OPS) else AUTH_FAILED
 
     # Channels
 
@@ -176,7 +178,10 @@ class Connection(paramiko.ServerInterface):
         }
         if len(self.sessions) >= MAX_SESSIONS:
             return OPEN_FAILED_CONNECT_FAILED
-        self.sessions[chanid] = Session(self._addresses())
+        account = users.account(self.transport.get_username() or "")
+        if account is None:
+            return OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
+        self.sessions[chanid] = Session(self._addresses(), account)
         return OPEN_SUCCEEDED
 
     def check_channel_direct_tcpip_request(self, chanid: int, origin: tuple[str, int], destination: Any) -> int:

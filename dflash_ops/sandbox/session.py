@@ -19,9 +19,9 @@ from typing import IO, Any
 import paramiko
 from paramiko.common import cMSG_CHANNEL_REQUEST
 
-SHELL = "/bin/bash"
+from dflash_ops.sandbox.users import Account
+
 HOME = "/root"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHUNK = 1 << 15
 _POLL_SECONDS = 0.1  # how soon a client's going is noticed
 
@@ -37,15 +37,16 @@ class WindowSize:
 class Session:
     """The state of one session channel, from its opening to the end of its command."""
 
-    def __init__(self, addresses: tuple[str, int, str, int]) -> None:
+    def __init__(self, addresses: tuple[str, int, str, int], account: Account) -> None:
         client, client_port, server, server_port = addresses
         self.closed = False
+        self.account = account
         self.environment = {
-            "HOME": HOME,
-            "USER": "root",
-            "LOGNAME": "root",
-            "SHELL": SHELL,
-            "PATH": PATH,
+            "HOME": account.home,
+            "USER": account.name,
+            "LOGNAME": account.name,
+            "SHELL": account.shell,
+            "PATH": account.path,
             "SSH_CLIENT": f"{client} {client_port} {server_port}",
             "SSH_CONNECTION": f"{client} {client_port} {server} {server_port}",
         }
@@ -56,6 +57,7 @@ class Session:
     def want_terminal(self, term: str, size: WindowSize) -> None:
         """Give the session a pseudo-terminal; before the command is started."""
         self._master, self._slave = os.openpty()
+        os.chown(self._slave, self.account.uid, -1)
         self.environment["TERM"] = term
         self.environment["SSH_TTY"] = os.ttyname(self._slave)
         self.resize(size)
@@ -75,30 +77,37 @@ class Session:
 
     def start(self, channel: paramiko.Channel, command: bytes | None) -> bool:
         """Start the login shell with `command`, or for a person (None); `carry` then takes its bytes."""
-        words: list[bytes] = [b"-bash"] if command is None else [b"bash", b"-c", command]
+        account = self.account
+        name = os.path.basename(account.shell)  # noqa: PTH119 (a word, not a path)
+        words = [f"-{name}".encode()] if command is None else [name.encode(), b"-c", command]
+        identity: dict[str, Any] = {}
+        if account.uid != 0:
+            identity = {"user": account.uid, "group": account.gid, "extra_groups": [account.gid]}
         try:
             if self._slave is None:
                 process = subprocess.Popen(
                     words,
-                    executable=SHELL,
+                    executable=account.shell,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env=self.environment,
-                    cwd=HOME,
+                    cwd=account.home,
                     start_new_session=True,
                     bufsize=0,
+                    **identity,
                 )
             else:
                 # `setsid --ctty` makes the terminal the controlling one, which Popen can't.
-                login = [b"--login"] if command is None else words[1:]
+                login = [b"-l"] if command is None else words[1:]
                 process = subprocess.Popen(
-                    [b"setsid", b"--ctty", SHELL.encode(), *login],
+                    [b"setsid", b"--ctty", account.shell.encode(), *login],
                     stdin=self._slave,
                     stdout=self._slave,
                     stderr=self._slave,
                     env=self.environment,
-                    cwd=HOME,
+                    cwd=account.home,
+                    **identity,
                 )
                 os.close(self._slave)
                 self._slave = None

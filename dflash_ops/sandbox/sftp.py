@@ -4,6 +4,7 @@
 # (paramiko carries no types.)
 
 import contextlib
+import ctypes
 import functools
 import os
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import Any
 import paramiko
 from paramiko.sftp import SFTP_EOF, SFTP_FAILURE, SFTP_OK
 
-HOME = "/root"
+from dflash_ops.sandbox import users
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _answering_errors(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +62,15 @@ class _File(paramiko.SFTPHandle):
 
 
 class Server(paramiko.SFTPServer):
-    """Ends as OpenSSH's does, with an exit code: without one, `scp` takes all that it did for failed."""
+    """Its thread acts on files as the user who logged in, who also owns what it makes. Ends as OpenSSH's does, with an
+    exit code: without one, `scp` takes all that it did for failed."""
+
+    def start_subsystem(self, name: str, transport: paramiko.Transport, channel: paramiko.Channel) -> None:
+        account = users.account(transport.get_username() or "")
+        if account is not None and account.uid != 0:
+            _LIBC.setfsgid(account.gid)  # of this thread alone; root's power over files goes with the second
+            _LIBC.setfsuid(account.uid)
+        super().start_subsystem(name, transport, channel)
 
     def finish_subsystem(self) -> None:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # the client has gone already
@@ -69,34 +80,40 @@ class Server(paramiko.SFTPServer):
 
 
 class HypervisorFiles(paramiko.SFTPServerInterface):
-    """Relative names start in root's home."""
+    """Relative names start in the user's home."""
+
+    def __init__(self, server: paramiko.ServerInterface, *more: Any, **options: Any) -> None:
+        super().__init__(server, *more, **options)
+        connection: Any = server
+        account = users.account(connection.transport.get_username() or "")
+        self._home = account.home if account else "/"
 
     @_answering_errors
     def list_folder(self, path: str) -> list[paramiko.SFTPAttributes]:
-        return [paramiko.SFTPAttributes.from_stat(entry.lstat(), entry.name) for entry in _at_home(path).iterdir()]
+        return [paramiko.SFTPAttributes.from_stat(entry.lstat(), entry.name) for entry in self._at_home(path).iterdir()]
 
     @_answering_errors
     def stat(self, path: str) -> paramiko.SFTPAttributes:
-        return paramiko.SFTPAttributes.from_stat(_at_home(path).stat())
+        return paramiko.SFTPAttributes.from_stat(self._at_home(path).stat())
 
     @_answering_errors
     def lstat(self, path: str) -> paramiko.SFTPAttributes:
-        return paramiko.SFTPAttributes.from_stat(_at_home(path).lstat())
+        return paramiko.SFTPAttributes.from_stat(self._at_home(path).lstat())
 
     @_answering_errors
     def open(self, path: str, flags: int, attr: paramiko.SFTPAttributes) -> _File:
         mode = 0o666 if attr.st_mode is None else attr.st_mode & 0o7777
-        return _File(os.open(_at_home(path), flags | os.O_CLOEXEC, mode), flags)
+        return _File(os.open(self._at_home(path), flags | os.O_CLOEXEC, mode), flags)
 
     @_answering_errors
     def remove(self, path: str) -> int:
-        _at_home(path).unlink()
+        self._at_home(path).unlink()
         return SFTP_OK
 
     @_answering_errors
     def rename(self, oldpath: str, newpath: str) -> int:
         # The plain rename never replaces; link and unlink keep that true when another takes the name meanwhile.
-        source, target = _at_home(oldpath), _at_home(newpath)
+        source, target = self._at_home(oldpath), self._at_home(newpath)
         if source.is_dir():
             if os.path.lexists(target):
                 return SFTP_FAILURE
@@ -108,38 +125,37 @@ class HypervisorFiles(paramiko.SFTPServerInterface):
 
     @_answering_errors
     def posix_rename(self, oldpath: str, newpath: str) -> int:
-        _at_home(oldpath).rename(_at_home(newpath))
+        self._at_home(oldpath).rename(self._at_home(newpath))
         return SFTP_OK
 
     @_answering_errors
     def mkdir(self, path: str, attr: paramiko.SFTPAttributes) -> int:
-        _at_home(path).mkdir(0o777 if attr.st_mode is None else attr.st_mode & 0o7777)
+        self._at_home(path).mkdir(0o777 if attr.st_mode is None else attr.st_mode & 0o7777)
         return SFTP_OK
 
     @_answering_errors
     def rmdir(self, path: str) -> int:
-        _at_home(path).rmdir()
+        self._at_home(path).rmdir()
         return SFTP_OK
 
     @_answering_errors
     def chattr(self, path: str, attr: paramiko.SFTPAttributes) -> int:
-        return _set_attributes(_at_home(path), attr)
+        return _set_attributes(self._at_home(path), attr)
 
     @_answering_errors
     def symlink(self, target_path: str, path: str) -> int:
-        _at_home(path).symlink_to(target_path)
+        self._at_home(path).symlink_to(target_path)
         return SFTP_OK
 
     @_answering_errors
     def readlink(self, path: str) -> str:
-        return str(_at_home(path).readlink())
+        return str(self._at_home(path).readlink())
+
+    def _at_home(self, path: str) -> Path:
+        return Path(self._home, path)
 
     def canonicalize(self, path: str) -> str:
-        return str(_at_home(path).resolve())
-
-
-def _at_home(path: str) -> Path:
-    return Path(HOME, path)
+        return str(self._at_home(path).resolve())
 
 
 def _set_attributes(where: Path | int, attr: paramiko.SFTPAttributes) -> int:
