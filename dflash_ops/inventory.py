@@ -95,11 +95,12 @@ class Inventory:
                 next="add `default`, or say -t NAME",
             )
         if name not in tables:
+            kind = "host" if name in self.tables.hosts else "group" if name in self.tables.groups else ""
             raise NotFoundError(
                 f"no container is called {name!r}",
                 where=str(self.file),
-                why=f"it has: {listed(tables)}{nearest(name, tables)}",
-                next="-t NAME with one of these",
+                why=f"it has: {listed(tables)}{f'; a {kind} is' if kind else nearest(name, tables)}",
+                next="-t NAME with one of these" + (f", or --on {name}" if kind else ""),
             )
         return self._container(name)
 
@@ -109,21 +110,26 @@ class Inventory:
 
         UsageFault for no word at all, and for one with two meanings; NotFoundError for what nothing is called, and for
         hosts without containers."""
-        names = [name for word in words for part in word.split(",") if (name := part.strip())]
-        if not names:
+        chosen = {name: self.tables.containers[name].host for name in self.names(words)}
+        hosts = {host: self.host(host) for host in dict.fromkeys(chosen.values())}
+        return tuple(self._container(name, hosts[host]) for name, host in chosen.items())
+
+    def names(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The names of the containers that `select` gives; no sandbox has to be up for that. Errors: select's."""
+        said = [name for word in words for part in word.split(",") if (name := part.strip())]
+        if not said:
             raise UsageFault(
                 "no container is named", where=str(self.file), next="name a container, host, group, or all"
             )
-        chosen = dict.fromkeys(name for word in names for name in self._named(word))
+        chosen = dict.fromkeys(name for word in said for name in self._named(word))
         if not chosen:
             raise NotFoundError(
-                "no container is on " + ", ".join(names),
+                "no container is on " + ", ".join(said),
                 where=str(self.file),
                 why=f"it has these containers: {listed(self.tables.containers)}",
                 next="add one: dflash-ops init, or dflash-ops inventory discover",
             )
-        hosts = {host: self.host(host) for host in dict.fromkeys(self.tables.containers[name].host for name in chosen)}
-        return tuple(self._container(name, hosts[self.tables.containers[name].host]) for name in chosen)
+        return tuple(chosen)
 
     def _named(self, word: str) -> list[str]:
         """The names of the containers that one word stands for."""
@@ -173,7 +179,16 @@ class Inventory:
         table = self.tables.hosts[name]
         if table.sandbox is not None:
             state = self._sandbox(name)
-            return Host(name, state.host, state.port, state.user, state.key, state.known_hosts)
+            api = Api(
+                state.host,
+                state.api_port,
+                "bot@pve",
+                "dflash",
+                token_file=state.api_tokens / "bot@pve!dflash",
+                ca=state.api_ca,
+                node="pve",
+            )
+            return Host(name, state.host, state.port, state.user, state.key, state.known_hosts, api=api)
         assert table.address is not None  # the table was checked
         at = ("hosts", name)
         return Host(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dflash_ops.command import Api
 from dflash_ops.errors import ConfigError, NotFoundError, OpsError, UsageFault
 from dflash_ops.inventory import Inventory, find, load, parse
+from dflash_ops.sandbox.state import SandboxState
 
 FILE = Path("/somewhere/dflash-ops.toml")
 LAB = '[hosts.lab]\naddress = "lab.example"\n'
@@ -99,6 +100,7 @@ every = ["all"]
 )
 def test_words_name_containers_hosts_and_groups(words: list[str], names: str) -> None:
     assert [container.name for container in read(SEVERAL).select(words)] == names.split()
+    assert read(SEVERAL).names(words) == tuple(names.split())
 
 
 def test_containers_of_one_host_share_it_and_know_their_user() -> None:
@@ -221,6 +223,8 @@ def test_a_wrong_file_is_told_in_one_line(text: str, says: list[str]) -> None:
 def test_an_unknown_container_is_told_with_the_nearest_one() -> None:
     with pytest.raises(NotFoundError, match="it has: trainer, other; nearest: trainer"):
         read(WHOLE).container("traner")
+    with pytest.raises(NotFoundError, match=r"it has: a, b, c; a group is.*or --on night"):
+        read(SEVERAL).container("night")
     with pytest.raises(ConfigError, match="these containers: a, b"):
         read(LAB + '[containers.a]\nhost = "lab"\nvmid = 200\n[containers.b]\nhost = "lab"\nvmid = 201').container()
 
@@ -287,6 +291,14 @@ def test_a_sandbox_that_is_not_up_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     text = '[hosts.toy]\nsandbox = "nope"\n[containers.c]\nhost = "toy"\nvmid = 200'
     with pytest.raises(NotFoundError, match="dflash-ops sandbox up"):
         read(text).container()
+
+
+def test_a_sandbox_says_its_api(sandbox: SandboxState) -> None:
+    api = read(f'[hosts.box]\nsandbox = "{sandbox.name}"').host("box").api
+    assert api is not None and api.token_file is not None and api.ca is not None
+    assert (api.address, api.port) == (sandbox.host, sandbox.api_port)
+    assert api.token_file.name == f"{api.user}!{api.token_name}" and api.token_file.stat().st_mode & 0o777 == 0o600
+    assert "BEGIN CERTIFICATE" in api.ca.read_text()
 
 
 KEYS = st.sampled_from(["address", "port", "sandbox", "key", "host", "vmid", "path", "gpus", "via", "python", "x", "é"])
