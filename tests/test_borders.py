@@ -13,10 +13,10 @@ EVERY_FILE = sorted([*OPS.rglob("*.py"), *TRAINER.rglob("*.py")])
 REMOTE = sorted((OPS / "remote").glob("*.py"))
 
 STARTS_PROCESSES = (
-    "dflash_ops/local_process.py", "dflash_ops/sandbox/", "dflash_ops/remote/", "trainer/__main__.py",
-    "trainer/export.py", "trainer/selftest.py",
+    "dflash_ops/local_process.py", "dflash_ops/ssh_local.py", "dflash_ops/sandbox/", "dflash_ops/remote/",
+    "trainer/__main__.py", "trainer/export.py", "trainer/selftest.py",
 )  # fmt: skip
-SPEAKS_SSH = ("dflash_ops/ssh.py", "dflash_ops/sandbox/")
+SPEAKS_SSH = ("dflash_ops/ssh_library.py", "dflash_ops/sandbox/")
 # What a file may import of dflash_ops, for those that know nothing of what is above them.
 PURE = {
     "errors": set(),
@@ -29,7 +29,15 @@ PURE = {
     "inventory": {"command", "errors", "inventory_faults", "inventory_file", "inventory_tables", "sandbox"},
     "inventory_write": {"errors", "inventory", "inventory_file", "inventory_tables"},
     "release": {"errors", "remote"},
-    "ssh": {"command", "errors"},
+    "known_hosts": set(),
+    "ssh_config": {"errors"},
+    "ssh_local": {"errors", "ssh_config"},
+    "ssh_library": {"errors", "ssh_config"},
+    "ssh_ask": {"errors"},
+    "ssh_keys": {"ssh_ask", "ssh_config", "ssh_library"},
+    "ssh_hop": {"errors", "known_hosts", "ssh_config", "ssh_keys", "ssh_library", "ssh_local"},
+    "ssh_link": {"command", "errors", "ssh_hop", "ssh_library"},
+    "ssh": {"command", "errors", "ssh_config", "ssh_hop", "ssh_library", "ssh_link", "ssh_local"},
     "terminal": set(),
     "conversation": {"command", "errors"},
     "gate": {"command"},

@@ -436,51 +436,6 @@ def test_a_changed_host_key_stops_with_both_fingerprints(shell: Shell, container
     assert f"ssh-keygen -f {known_hosts} -R" in caught.value.next
 
 
-def test_the_users_ssh_configuration(container: Container, tmp_path: Path, monkeypatch) -> None:
-    """An alias; the first known_hosts file that it names; a key that is not there; a jump that is switched off."""
-    host = container.host
-    folder = tmp_path / ".ssh"
-    folder.mkdir()
-    folder.joinpath("config").write_text(
-        f"Host near\n HostName {host.address}\n Port {host.port}\n User root\n ProxyJump none\n"
-        f" IdentityFile ~/.ssh/not-there\n IdentityFile ~no-such-user/id\n IdentityFile {host.key}\n"
-        "Host *\n ProxyJump nowhere\n UserKnownHostsFile ~/.ssh/mine ~/.ssh/more ~no-such-user/more\n"
-    )
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with Shell() as shell, pytest.raises(HostKeyError, match=rf"is not in {folder}/mine"):
-        shell.run(Host("near", "near"), Command(("true",)))
-    assert host.known_hosts is not None
-    folder.joinpath("more").write_text(host.known_hosts.read_text())
-    with Shell() as shell:
-        assert shell.run(Host("near", "near"), Command(("true",))).code == 0
-
-
-def test_a_jump(container: Container, tmp_path: Path, monkeypatch) -> None:
-    """The far host is reached from the jump, whose own name, key and host key are looked up for itself."""
-    host = container.host
-    folder = tmp_path / ".ssh"
-    folder.mkdir()
-    with Proxy(host, tmp_path) as proxy:
-        assert host.known_hosts is not None and proxy.host.known_hosts is not None
-        folder.joinpath("config").write_text(
-            f"Host far\n HostName {host.address}\n Port {host.port}\n ProxyJump gate\n"
-            f"Host gate\n HostName {host.address}\n Port {proxy.port}\n"
-            f"Host *\n User root\n IdentityFile {host.key}\n"
-        )
-        folder.joinpath("known_hosts").write_text(host.known_hosts.read_text())
-        monkeypatch.setenv("HOME", str(tmp_path))
-        with (
-            Shell() as shell,
-            pytest.raises(HostKeyError, match=rf"\[127.0.0.1\]:{proxy.port} is not known"),
-        ):
-            shell.run(Host("far", "far"), Command(("true",)))
-        with folder.joinpath("known_hosts").open("a") as known:
-            known.write(proxy.host.known_hosts.read_text())
-        with Shell() as shell:
-            assert shell.run(Host("far", "far"), Command(("cat",), stdin=EVERY_BYTE)).out == EVERY_BYTE
-            assert proxy.sent > len(EVERY_BYTE)
-
-
 # -- links that break
 
 

@@ -1,0 +1,252 @@
+"""An open connection to a host: commands and SFTP over channels of it, and how a dead one is noticed."""
+
+# paramiko carries no types: what comes from it is unknown to the checker. Its objects are Any in here, and none leaves
+# this file.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import contextlib
+import math
+import select
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from dflash_ops.command import Host
+from dflash_ops.errors import LinkLostError, OpsError, TimedOutError
+from dflash_ops.ssh_hop import Opened
+from dflash_ops.ssh_library import paramiko
+
+# Connections to one host, beside the first, for when its server allows no more sessions on one (MaxSessions).
+MAX_FURTHER = 7
+
+
+class NoSftpError(OpsError):
+    """The host gives no SFTP session: it has no such subsystem, or a login script talks into it."""
+
+
+class Link:
+    """One open connection to one host, with as many channels as asked for at once; `user` is who has logged in.
+
+    One thread asks the server for a sign of life every 5 s, another closes the connection once the last answer is 15 s
+    old: whatever anybody waits for on it ends then, so that a pulled cable and a frozen server are noticed.
+
+    hops: the connections to the host and to the jumps before it, the host's last. again: opens them anew; used when
+    the server allows no further session on this one.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        hops: Sequence[Opened],
+        again: Callable[[], Sequence[Opened]],
+        *,
+        keepalive_s: float,
+        dead_after_s: float,
+        further: int = MAX_FURTHER,
+    ) -> None:
+        self.host = host
+        self._hops = hops
+        self._transport: Any = hops[-1].transport
+        self.user: str = self._transport.get_username()
+        self._again, self._further_left = again, further
+        self._keepalive_s, self._dead_after_s = keepalive_s, dead_after_s
+        self._further: Link | None = None
+        self._mutex = threading.Lock()  # of _further
+        self._starting: dict[Any, float] = {}  # channels whose command is being started, and until when they may
+        self._sessions = 0  # that were opened so far
+        self._answered_at = time.monotonic()
+        self._closed = threading.Event()
+        self._why_closed = "the connection was closed"
+        for work in (self._keep_alive, self._watch):
+            threading.Thread(target=work, name=f"{work.__name__.strip('_')} {host}", daemon=True).start()
+
+    def _keep_alive(self) -> None:
+        while not self._closed.wait(self._keepalive_s):
+            with contextlib.suppress(Exception):  # a broken transport: `check` and the channels say so
+                self._transport.global_request("keepalive@openssh.com", wait=True)  # returns when answered, or broken
+            if not self._transport.is_active():
+                return
+            self._answered_at = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._keepalive_s / 5):
+            now = time.monotonic()
+            for channel, until in list(self._starting.items()):
+                if now > until:
+                    channel.close()  # whoever waits for it hears of that
+            silent_s = now - self._answered_at
+            if silent_s > self._dead_after_s:
+                self._why_closed = f"no sign of life for {silent_s:.0f} s"
+                self.close()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._transport.is_active())
+
+    def check(self) -> None:
+        """Raises LinkLostError when the link is broken."""
+        if not self.is_open:
+            raise self.lost(self._why_closed)
+
+    def lost(self, why: str) -> LinkLostError:
+        return LinkLostError(
+            "the connection broke", where=str(self.host), why=why, next="run it again once the host answers"
+        )
+
+    def start(self, line: bytes, *, terminal: tuple[str, int, int] | None = None) -> "RemoteProcess":
+        """Starts a line of shell text; `terminal` is (TERM, columns, rows) for a command that wants a tty."""
+        link, channel = self._session()
+        try:
+            with link._bounded(channel):
+                if terminal is not None:
+                    channel.get_pty(*terminal)
+                channel.exec_command(line)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            link.check()
+            raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
+        return RemoteProcess(link, channel)
+
+    def _session(self) -> "tuple[Link, Any]":
+        """A new session's channel, and the link that it is on: this one, or a further one to the same host."""
+        self.check()
+        try:
+            channel = self._transport.open_session(timeout=self._dead_after_s)
+            self._sessions += 1
+            return self, channel
+        except paramiko.ChannelException as error:
+            if self._sessions == 0 or self._further_left == 0:  # it refuses not one more, but any
+                raise OpsError("the host refused a session", where=str(self.host), why=error.text) from error
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            self.check()
+            raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
+        with self._mutex:
+            if self._further is None or not self._further.is_open:
+                self._further = Link(
+                    self.host,
+                    self._again(),
+                    self._again,
+                    keepalive_s=self._keepalive_s,
+                    dead_after_s=self._dead_after_s,
+                    further=self._further_left - 1,
+                )
+            further = self._further
+        return further._session()
+
+    @contextlib.contextmanager
+    def _bounded(self, channel: Any) -> Generator[None, None, None]:
+        """A time in which the server answers what is asked on a channel, or TimedOutError."""
+        until = self._starting[channel] = time.monotonic() + self._dead_after_s
+        try:
+            yield
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            if time.monotonic() > until and self.is_open:
+                raise TimedOutError(
+                    f"no answer within {self._dead_after_s:g} s",
+                    where=str(self.host),
+                    why="it answers, but starts no command",
+                    next="look at its load and disks",
+                ) from error
+            raise
+        finally:
+            del self._starting[channel]
+
+    @contextlib.contextmanager
+    def sftp(self) -> Generator[paramiko.SFTPClient, None, None]:
+        """An SFTP session whose every wait is bounded; a break of the link raises LinkLostError. NoSftpError when there
+        is none to be had."""
+        link, channel = self._session()
+        client: paramiko.SFTPClient | None = None
+        try:
+            client = link._sftp_client(channel)
+            yield client
+        except TimeoutError as error:
+            raise self.lost(f"no progress for {self._dead_after_s:.0f} s") from error
+        except (paramiko.SSHException, paramiko.SFTPError, EOFError) as error:
+            link.check()
+            raise OpsError("SFTP failed", where=str(self.host), why=str(error)) from error
+        except OSError:
+            link.check()
+            raise
+        finally:
+            with contextlib.suppress(Exception):  # the link may be gone
+                channel.close() if client is None else client.close()
+
+    def _sftp_client(self, channel: Any) -> paramiko.SFTPClient:
+        try:
+            with self._bounded(channel):
+                channel.invoke_subsystem("sftp")
+                channel.settimeout(self._dead_after_s)
+                return paramiko.SFTPClient(channel)  # says hello, and waits for the answer
+        except TimeoutError:
+            raise
+        except (paramiko.SSHException, paramiko.SFTPError, OSError, EOFError) as error:
+            self.check()
+            raise NoSftpError(
+                "the host gives no SFTP session",
+                where=str(self.host),
+                why=str(error) or "it ended at once",
+                next="let no login script print anything, and have `Subsystem sftp` in its sshd_config",
+            ) from error
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._further is not None:
+            self._further.close()
+        for hop in reversed(self._hops):
+            hop.close()
+
+
+class RemoteProcess:
+    """A command running behind a channel. `read` gives what has come; the code is known once `finished`."""
+
+    def __init__(self, link: Link, channel: paramiko.Channel) -> None:
+        self._link = link
+        self._channel = channel
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+
+    def read(self, seconds: float) -> tuple[bytes, bytes, bool]:
+        """Waits at most `seconds` for output: new stdout, new stderr, and whether that was the end of both."""
+        self._poll.poll(math.ceil(max(seconds, 0.0) * 1000))
+        ended = self._channel.eof_received or self._channel.closed  # before draining, so that nothing is missed
+        out = self._channel.recv(1 << 20) if self._channel.recv_ready() else b""
+        err = self._channel.recv_stderr(1 << 20) if self._channel.recv_stderr_ready() else b""
+        if not ended:
+            self._link.check()
+        return out, err, bool(ended and not out and not err)
+
+    def write(self, data: bytes, seconds: float | None = None) -> None:
+        """Blocks while the other side does not read, at most `seconds` (TimeoutError); OSError once it has ended."""
+        try:
+            self._channel.settimeout(seconds)
+            self._channel.sendall(data)
+        except (EOFError, paramiko.SSHException) as error:
+            raise BrokenPipeError(str(error)) from error
+
+    def close_stdin(self) -> None:
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # it has ended already
+            self._channel.shutdown_write()
+
+    def code(self, seconds: float) -> int | None:
+        """The exit code; None when there is none yet. LinkLostError when the link broke before it came."""
+        if not self._channel.status_event.wait(seconds):
+            self._link.check()
+            return None
+        code = int(self._channel.exit_status)
+        if code == -1:
+            # No code, but the link lives: a signal ended it on the host. ssh too says 255 then, and paramiko not which.
+            self._link.check()
+            return 255
+        return code
+
+    def resize(self, columns: int, rows: int) -> None:
+        with contextlib.suppress(OSError, paramiko.SSHException):  # it has ended already
+            self._channel.resize_pty(columns, rows)
+
+    def fileno(self) -> int:
+        return int(self._channel.fileno())
+
+    def end(self) -> None:
+        self._channel.close()
