@@ -183,10 +183,19 @@ def _way(shell: Shell, host: Host) -> Way:
     return Pvesh(shell, host)
 
 
+def post(*path: str | int, **parameters: str | int) -> Call:
+    """A call that begins a task, for Proxmox.run."""
+    return _call("post", path, parameters)
+
+
+def delete(*path: str | int, **parameters: str | int) -> Call:
+    return _call("delete", path, parameters)
+
+
 def _pvesh(call: Call) -> Command:
     options = [word for key, value in call.parameters.items() for word in (f"--{key}", str(value))]
     words = ("pvesh", PVESH_VERBS[call.method], "/" + "/".join(call.path), *options, "--output-format", "json")
-    return Command(words, env={"LC_ALL": "C.UTF-8"})
+    return Command(words, env={"LC_ALL": "C.UTF-8"}, root=True)
 
 
 def _call(method: proxmox_values.Method, path: tuple[str | int, ...], parameters: dict[str, str | int]) -> Call:

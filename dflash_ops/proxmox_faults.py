@@ -19,7 +19,7 @@ _FORBIDDEN = re.compile(r"Permission check failed(?: \((?P<path>/[^,)]*), (?P<ri
 _NO_CONFIG = re.compile(
     r"Configuration file 'nodes/(?P<node>[^/']+)/(?:lxc|qemu-server)/(?P<vmid>\d+)\.conf' does not exist"
 )
-_NO_HANDLER = re.compile(r"No '\w+' handler defined for|no such resource|Method '.*' not implemented")
+_NO_HANDLER = re.compile(r"[Nn]o '\w+' handler (?:defined )?for|no such resource|Method '.*' not implemented")
 _NO_NODE = re.compile(r"hostname lookup '(?P<node>[^']*)' failed|no such cluster node '(?P<other>[^']*)'")
 _LOCKED = re.compile(r"(?:CT|VM) is locked(?: \((?P<by>[^)]+)\))?")
 _LOCK_TIME_OUT = re.compile(r"can't lock file '(?P<file>[^']*)'.*got timeout")

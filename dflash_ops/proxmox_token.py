@@ -1,4 +1,4 @@
-"""The token that the API is asked with: from a variable, or from a file that nobody else can read.
+"""The token that the API is asked with: from a file that nobody else can read, or from a variable.
 
 Its secret leaves this program in one header alone: it is checked to be a UUID before anything else sees it, since a
 library that refuses a header says the header's text.
@@ -34,16 +34,15 @@ class Token:
 
 
 def read_token(api: Api, host: str) -> Token | None:
-    """The token of a host's API: from its variable, else from its file. None when there is neither.
+    """The token of a host's API: from its file, where the inventory names one, else from its variable. None when there
+    is neither.
 
     ConfigError: others can read the file, or what is there is no token. host: its name in the inventory, for errors.
     """
+    if api.token_file is not None:
+        return _token(_private_text(api.token_file, host), api, host, str(api.token_file))
     text = os.environ.get(api.token_env, "").strip()
-    if text:
-        return _token(text, api, host, api.token_env)
-    if api.token_file is None:
-        return None
-    return _token(_private_text(api.token_file, host), api, host, str(api.token_file))
+    return _token(text, api, host, api.token_env) if text else None
 
 
 def _token(text: str, api: Api, host: str, where: str) -> Token:

@@ -133,15 +133,14 @@ def token_file(tmp_path: Path) -> Callable[[str, int], Path]:
 
 
 @pytest.mark.parametrize("whole", [SECRET, f"bot@pve!dflash={SECRET}", f"PVEAPIToken=bot@pve!dflash={SECRET}\n"])
-def test_a_token_comes_from_its_variable_else_from_its_file(
+def test_a_token_comes_from_its_file_else_from_its_variable(
     whole: str, token_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = token_file(whole)
-    found = read_token(api(token_file=file), "lab")
+    monkeypatch.setenv("P_TOKEN", SECRET.upper())
+    found = read_token(api(token_file=token_file(whole)), "lab")
     assert found is not None and (found.id, found.secret) == ("bot@pve!dflash", SECRET)
     assert SECRET not in repr(found)
-    monkeypatch.setenv("P_TOKEN", SECRET.upper())
-    other = read_token(api(token_file=file), "lab")
+    other = read_token(api(), "lab")
     assert other is not None and other.secret == SECRET.upper()
     monkeypatch.setenv("P_TOKEN", f"ldap.user@corp@ad.lan!t2={SECRET}")
     other = read_token(api(user=None, token_name=None), "lab")
