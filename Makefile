@@ -34,8 +34,9 @@ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "make: $(PYTHON) is older than 3.11. Run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 endef
 
-# Servers and shells that some tests meet; they are skipped where these are missing. Where systemd runs, installing
-# openssh-server would start a server for good, so there that is left to the user.
+# Servers and shells that some tests meet; wanted, not needed: tests are skipped where these are missing. Installing
+# openssh-server must not start a server: a policy forbids that meanwhile. systemd would start it at the next boot, so
+# where that runs it is left to the user.
 define EXTRAS
 missing=""; \
 command -v fish >/dev/null || missing="$$missing fish"; \
@@ -43,9 +44,15 @@ command -v tcsh >/dev/null || missing="$$missing tcsh"; \
 command -v ssh >/dev/null || missing="$$missing openssh-client"; \
 [ -d /run/systemd/system ] || PATH="$$PATH:/usr/sbin" command -v sshd >/dev/null || missing="$$missing openssh-server"; \
 if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	echo "installing$$missing"; \
-	{ apt-get update && apt-get install -y --no-install-recommends$$missing; } >/dev/null 2>&1 \
-		|| echo "make: could not install$$missing: the tests that need them are skipped" >&2; \
+	echo "installing$$missing"; policy=""; \
+	if [ ! -e /usr/sbin/policy-rc.d ]; then \
+		policy=/usr/sbin/policy-rc.d; printf '#!/bin/sh\nexit 101\n' > $$policy && chmod 755 $$policy; \
+	fi; \
+	{ apt-get update && apt-get install -y --no-install-recommends$$missing; } >/dev/null 2>&1 || true; \
+	[ -z "$$policy" ] || rm -f $$policy; \
+	PATH="$$PATH:/usr/sbin"; for word in fish tcsh ssh sshd; do \
+		command -v $$word >/dev/null || echo "make: there is no $$word: the tests that need it are skipped" >&2; \
+	done; \
 fi
 endef
 
