@@ -75,7 +75,8 @@ class Question:
         text = err.decode("utf-8", "replace")
         if self._process.returncode == 0:
             return out.decode("utf-8", "surrogateescape")
-        if "option -- G" in text or "illegal option" in text:  # before OpenSSH 6.8
+        # Before OpenSSH 6.8 there is no -G; ssh does nothing at all for a user whom the database does not know.
+        if any(words in text for words in ("option -- G", "illegal option", "No user exists for uid")):
             return None
         lines = [
             line.strip() for line in text.split("\n") if line.strip() and not line.startswith(("usage:", "Pseudo-"))
