@@ -1,30 +1,26 @@
-"""The verbs of `ct`: what the hypervisor does with a container. Status, start, stop, reboot; snapshots and going back.
+"""What the hypervisor does with a container: status, start, stop, reboot. Snapshots are in snapshots.py.
 
 Each asks Proxmox VE (proxmox.py), waits for the task that it began, and looks afterwards whether it is as it was meant
 to be: an HA-managed container, for one, is only asked to start.
 """
 
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
-from dflash_ops import proxmox, proxmox_faults, proxmox_values
-from dflash_ops.answers import answer
+from dflash_ops import proxmox, proxmox_faults, proxmox_values, train
 from dflash_ops.command import Container
-from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, TimedOutError, UsageFault
-from dflash_ops.proxmox import OnLog, Proxmox, delete, post
-from dflash_ops.proxmox_values import THIS_NODE, Snapshot
-from dflash_ops.remote import bundle
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError, TimedOutError
+from dflash_ops.proxmox import OnLog, Proxmox, post
+from dflash_ops.proxmox_values import THIS_NODE
 from dflash_ops.shell import Shell
 
 SHUTDOWN_SECONDS = 60
 _TASK_SECONDS = 600.0
 _SETTLE_SECONDS = 60.0
-_LOOK_SECONDS = 60.0
-_SNAPSHOT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{1,39}", re.ASCII)
+# Told which runs go on, or why nobody could look; raises where the container must stay as it is.
+OnRuns = Callable[[Sequence[str], OpsError | None], None]
 
 
 @dataclass(frozen=True)
@@ -60,49 +56,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Snapshots:
-    container: str
-    snapshots: tuple[Snapshot, ...]
-
-
-@dataclass(frozen=True)
-class Snapped:
-    container: str
-    snapshot: str
-    did: Literal["made", "removed"]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Lost:
-    """What going back to a snapshot would lose. known: False when the container is stopped and nobody could look.
-    checkpoints: of runs that are older than the snapshot, as RUN/NAME; newer_snapshots: some storages refuse to go back
-    behind them."""
-
-    container: str
-    snapshot: Snapshot
-    known: bool
-    live: tuple[str, ...] = ()
-    runs: tuple[str, ...] = ()
-    checkpoints: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
-    environments: tuple[str, ...] = ()
-    newer_snapshots: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WentBack:
-    """started: whether the container runs again, as it did before."""
-
-    container: str
-    snapshot: str
-    started: bool
-    lost: Lost
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Found:
+class Found:
     """Where a container is, and what its node says of it."""
 
     api: Proxmox
@@ -123,7 +77,7 @@ class _Found:
 def status(shell: Shell, container: Container) -> ContainerStatus:
     """NotFoundError when no node has it; PreflightError says which right is missing."""
     with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
+        found = find(api, container.vmid)
     facts = found.facts
 
     def number(key: str) -> int | None:
@@ -149,8 +103,8 @@ def status(shell: Shell, container: Container) -> ContainerStatus:
 def start(shell: Shell, container: Container, *, on_log: OnLog = lambda line: None) -> Changed:
     """Starts it, unless it runs."""
     with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
-        return _change(container, found, "started", "start", on_log)
+        found = find(api, container.vmid)
+        return change(container, found, "started", "start", on_log)
 
 
 def stop(
@@ -159,98 +113,40 @@ def stop(
     *,
     kill: bool = False,
     timeout: int = SHUTDOWN_SECONDS,
+    on_runs: OnRuns | None = None,
+    also: Sequence[Container] = (),
     on_log: OnLog = lambda line: None,
 ) -> Changed:
-    """Shuts it down, and waits up to `timeout` seconds for that; or kills it at once. Nothing is asked about runs."""
+    """Shuts it down, and waits up to `timeout` seconds for that; or kills it at once.
+
+    on_runs: hears of runs that go on in it, before anything happens; None: nobody looks. also: other folders in the
+    same container that may have runs."""
     with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
+        found = find(api, container.vmid)
+        _look_for_runs(shell, container, found, on_runs, also)
         if kill:
-            return _change(container, found, "killed", "stop", on_log)
-        return _change(container, found, "stopped", "shutdown", on_log, timeout=timeout)
+            return change(container, found, "killed", "stop", on_log)
+        return change(container, found, "stopped", "shutdown", on_log, timeout=timeout)
 
 
 def reboot(
-    shell: Shell, container: Container, *, timeout: int = SHUTDOWN_SECONDS, on_log: OnLog = lambda line: None
+    shell: Shell,
+    container: Container,
+    *,
+    timeout: int = SHUTDOWN_SECONDS,
+    on_runs: OnRuns | None = None,
+    also: Sequence[Container] = (),
+    on_log: OnLog = lambda line: None,
 ) -> Changed:
-    """Shuts it down and starts it again. PreflightError when it is stopped."""
+    """Shuts it down and starts it again; see `stop`. PreflightError when it is stopped."""
     with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
+        found = find(api, container.vmid)
         if not found.running:
             raise PreflightError(
                 f"container {container.vmid} is stopped", where=str(container), next="dflash-ops ct start"
             )
-        return _change(container, found, "rebooted", "reboot", on_log, timeout=timeout)
-
-
-def snapshot(
-    shell: Shell,
-    container: Container,
-    name: str | None = None,
-    *,
-    description: str = "made by dflash-ops",
-    on_log: OnLog = lambda line: None,
-) -> Snapped:
-    """Makes a snapshot, by default with the time as its name. UsageFault when it can't be called that."""
-    name = name or f"dflash-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    _check_name(name)
-    begun = time.monotonic()
-    with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
-        if any(it.name == name for it in _snapshots(found)):
-            raise UsageFault(f"there is a snapshot {name} already", where=str(container), next="another name")
-        call = post(*found.path("snapshot"), snapname=name, description=description)
-        api.run(call, f"the snapshot of container {found.vmid}", on_log=on_log, seconds=_TASK_SECONDS)
-        if all(it.name != name for it in _snapshots(found)):
-            raise OpsError("the snapshot is not there, though its task went well", where=str(container))
-    return Snapped(str(container), name, "made", time.monotonic() - begun)
-
-
-def remove_snapshot(shell: Shell, container: Container, name: str, *, on_log: OnLog = lambda line: None) -> Snapped:
-    """Removes a snapshot; the container stays as it is."""
-    begun = time.monotonic()
-    with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
-        _named(container, found, name)
-        doing = f"removing the snapshot {name} of container {found.vmid}"
-        api.run(delete(*found.path("snapshot", name)), doing, on_log=on_log, seconds=_TASK_SECONDS)
-    return Snapped(str(container), name, "removed", time.monotonic() - begun)
-
-
-def snapshots(shell: Shell, container: Container) -> Snapshots:
-    """Oldest first."""
-    with proxmox.connect(shell, container.host) as api:
-        return Snapshots(str(container), tuple(_snapshots(_find(api, container.vmid))))
-
-
-def lost(shell: Shell, container: Container, name: str, *, also: Sequence[Container] = ()) -> Lost:
-    """What going back to a snapshot would lose. also: other folders in the same container.
-
-    NotFoundError when there is no such snapshot; BusyError names the runs that go on."""
-    with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
-        return _lost(shell, container, found, name, also)
-
-
-def rollback(
-    shell: Shell,
-    container: Container,
-    name: str,
-    *,
-    also: Sequence[Container] = (),
-    on_log: OnLog = lambda line: None,
-) -> WentBack:
-    """Puts the container back to a snapshot: all that was written in it since is gone. BusyError while a run lives.
-
-    Proxmox VE kills a running container for it; it is started again afterwards."""
-    begun = time.monotonic()
-    with proxmox.connect(shell, container.host) as api:
-        found = _find(api, container.vmid)
-        losing = _lost(shell, container, found, name, also)
-        doing = f"going back to the snapshot {name} of container {found.vmid}"
-        api.run(post(*found.path("snapshot", name, "rollback")), doing, on_log=on_log, seconds=_TASK_SECONDS)
-        if found.running:
-            _change(container, _again(found), "started", "start", on_log)
-    return WentBack(str(container), name, found.running, losing, time.monotonic() - begun)
+        _look_for_runs(shell, container, found, on_runs, also)
+        return change(container, found, "rebooted", "reboot", on_log, timeout=timeout)
 
 
 def elsewhere(container: Container, node: str) -> str:
@@ -265,17 +161,17 @@ def elsewhere(container: Container, node: str) -> str:
 # -- where it is, and how it stands
 
 
-def _find(api: Proxmox, vmid: int) -> _Found:
+def find(api: Proxmox, vmid: int) -> Found:
     """The container's node, and what that says of it."""
     node, name = _place(api, vmid)
     own = api.host.api.node if api.host.api is not None else None
     if own is not None or node == THIS_NODE:
         here = node in (own, THIS_NODE)
-        return _Found(api, vmid, node, name, here, _current(api, node, vmid))
+        return Found(api, vmid, node, name, here, _current(api, node, vmid))
     try:  # it is most often on the node that we ask, and this tells that too
-        return _Found(api, vmid, node, name, True, _current(api, THIS_NODE, vmid))
+        return Found(api, vmid, node, name, True, _current(api, THIS_NODE, vmid))
     except NotFoundError:
-        return _Found(api, vmid, node, name, False, _current(api, node, vmid))
+        return Found(api, vmid, node, name, False, _current(api, node, vmid))
 
 
 def _place(api: Proxmox, vmid: int) -> tuple[str, str]:
@@ -317,13 +213,11 @@ def _ha_managed(ha: Any) -> bool:
     return isinstance(ha, dict) and bool(ha.get("managed"))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
-def _again(found: _Found) -> _Found:
-    return _Found(
-        found.api, found.vmid, found.node, found.name, found.here, _current(found.api, found.node, found.vmid)
-    )
+def again(found: Found) -> Found:
+    return Found(found.api, found.vmid, found.node, found.name, found.here, _current(found.api, found.node, found.vmid))
 
 
-def _change(container: Container, found: _Found, did: str, verb: str, on_log: OnLog, **parameters: int) -> Changed:
+def change(container: Container, found: Found, did: str, verb: str, on_log: OnLog, **parameters: int) -> Changed:
     begun = time.monotonic()
     wants_running = did in ("started", "rebooted")
     if did != "rebooted" and found.running == wants_running:
@@ -341,16 +235,16 @@ def _change(container: Container, found: _Found, did: str, verb: str, on_log: On
         warnings = task.warnings
     except OpsError:
         # Somebody else was quicker.
-        if did == "rebooted" or _again(found).running != wants_running:
+        if did == "rebooted" or again(found).running != wants_running:
             raise
     _settle(container, found, wants_running, did)
     return Changed(str(container), did, True, found.node, time.monotonic() - begun, warnings)
 
 
-def _settle(container: Container, found: _Found, wants_running: bool, did: str) -> None:
+def _settle(container: Container, found: Found, wants_running: bool, did: str) -> None:
     """Waits until it is as it was meant to be: with HA a task has only asked for it."""
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while _again(found).running != wants_running:
+    while again(found).running != wants_running:
         if time.monotonic() > deadline:
             word = "running" if wants_running else "stopped"
             raise TimedOutError(
@@ -362,59 +256,24 @@ def _settle(container: Container, found: _Found, wants_running: bool, did: str) 
         time.sleep(1.0)
 
 
-# -- snapshots
+def _look_for_runs(
+    shell: Shell, container: Container, found: Found, on_runs: OnRuns | None, also: Sequence[Container]
+) -> None:
+    if on_runs is None or not found.running:
+        return
+    live: list[str] = []
+    try:
+        if not found.here:
+            raise PreflightError(elsewhere(container, found.node))
+        for place in places(container, also):
+            live += [run.id for run in train.list_runs(shell, place) if run.state.live]
+    except OpsError as error:
+        on_runs(live, error)
+    else:
+        if live:
+            on_runs(live, None)
 
 
-def _check_name(name: str) -> None:
-    if _SNAPSHOT_NAME.fullmatch(name) is None or name in ("current", "vzdump"):
-        raise UsageFault(
-            "a snapshot can't be called that",
-            where=repr(name),
-            why="2 to 40 letters, digits, - and _, a letter first; not current, not vzdump",
-        )
-
-
-def _snapshots(found: _Found) -> list[Snapshot]:
-    return proxmox_values.snapshots(found.api.get(*found.path("snapshot")))
-
-
-def _named(container: Container, found: _Found, name: str) -> tuple[Snapshot, list[Snapshot]]:
-    """The snapshot of that name, and all there are."""
-    every = _snapshots(found)
-    for it in every:
-        if it.name == name:
-            return it, every
-    raise NotFoundError(
-        f"there is no snapshot {name}",
-        where=str(container),
-        why=f"it has: {', '.join(it.name for it in every[-10:]) or 'none'}",
-        next="dflash-ops ct snapshots",
-    )
-
-
-def _lost(shell: Shell, container: Container, found: _Found, name: str, also: Sequence[Container]) -> Lost:
-    wanted, every = _named(container, found, name)
-    newer = tuple(it.name for it in every if (it.created_at or 0) > (wanted.created_at or 0))
-    if not found.running:
-        return Lost(str(container), wanted, known=False, newer_snapshots=newer)
-    if not found.here:
-        raise PreflightError(
-            "what would be lost can't be seen", where=str(container), why=elsewhere(container, found.node)
-        )
-    places = list({(it.path, it.python): it for it in (container, *also)}.values())
-    seen: dict[str, list[str]] = {}
-    for place in places:
-        parameters = {"path": place.path, "since": wanted.created_at or 0}
-        reply = answer(shell.run(place, bundle.command(place.python, "since", parameters), timeout=_LOOK_SECONDS))
-        for key in ("live", "runs", "checkpoints", "releases", "environments"):
-            seen.setdefault(key, []).extend(reply[key])
-    if seen["live"]:
-        raise BusyError(
-            f"a run goes on in container {container.vmid}" if len(seen["live"]) == 1 else "runs go on",
-            where=str(container),
-            why=", ".join(seen["live"]),
-            next=f"dflash-ops train stop {seen['live'][0]}",
-        )
-    return Lost(
-        str(container), wanted, True, newer_snapshots=newer, **{key: tuple(names) for key, names in seen.items()}
-    )
+def places(container: Container, also: Sequence[Container]) -> list[Container]:
+    """The container's folders, each once."""
+    return list({it.path: it for it in (*also, container)}.values())
