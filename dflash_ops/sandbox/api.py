@@ -100,8 +100,13 @@ class Call:
         return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.path))
 
 
-def answer(calls: Sequence[Call], method: str, path: str, given: dict[str, str], user: str) -> Any:
-    """The data of one of the calls; ApiError when there is none."""
+def answer(
+    calls: Sequence[Call], method: str, path: str, given: dict[str, str], user: str, *, local: bool = False
+) -> Any:
+    """The data of one of the calls; ApiError when there is none.
+
+    local: the asker does itself what it asks of this node, as pct and pvesh do, and needs no daemon for it
+    """
     for call in calls:
         if call.method == method and (found := call.pattern.fullmatch(path.rstrip("/") or "/")):
             break
@@ -117,7 +122,8 @@ def answer(calls: Sequence[Call], method: str, path: str, given: dict[str, str],
     node = words.get("node", layout.NODE)
     if node == "localhost":
         node = layout.NODE
-    _reach(node)
+    if "node" in words and not (local and node == layout.NODE):
+        _reach(node)
     given = {**given, **words}
     schema = {**call.options, **{name: VMID if name == "vmid" else NODE for name in words}, **call.named}
     errors = {

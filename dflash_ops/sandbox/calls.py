@@ -212,6 +212,8 @@ def _tasks(request: Request) -> Any:
             continue
         if "vmid" in options and task.id != str(options["vmid"]):
             continue
+        if not options.get("since", 0) <= task.began <= options.get("until", task.began):
+            continue
         if options.get("typefilter", task.kind) != task.kind or options.get("userfilter", "") not in task.user:
             continue
         if not auditor and task.user.partition("!")[0] != request.user.partition("!")[0]:

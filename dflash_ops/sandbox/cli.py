@@ -92,6 +92,7 @@ def _show(state: SandboxState, as_json: bool) -> None:
         return
     typer.echo(f"sandbox {state.name}: {state.user}@{state.host} port {state.port}, pid {state.pid}")
     typer.echo(f"  ssh -p {state.port} -i {state.key} -o UserKnownHostsFile={state.known_hosts} root@{state.host}")
+    typer.echo(f"  API: https://{state.host}:{state.api_port}, signed by {state.api_ca}, tokens in {state.api_tokens}")
     for vmid, entry in sorted(state.containers.items()):
         kind = "unprivileged" if entry["unprivileged"] else "privileged"
         typer.echo(f"  container {vmid}: {entry['hostname']}, {kind}, {entry['status']}")
@@ -108,4 +109,8 @@ def _facts(state: SandboxState) -> dict[str, Any]:
         "key": str(state.key),
         "known_hosts": str(state.known_hosts),
         "containers": state.containers,
+        "nodes": state.nodes,
+        "api_port": state.api_port,
+        "api_ca": str(state.api_ca),
+        "api_tokens": str(state.api_tokens),
     }

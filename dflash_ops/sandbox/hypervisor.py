@@ -24,7 +24,9 @@ from dflash_ops.sandbox.settings import Settings
 _PACKAGE = Path(__file__).parent
 _HYPERVISOR_MODULES = (
     "api", "attach", "calls", "cgroups", "container", "containers", "faults", "guests", "jobs", "kernel", "layout",
-    "pct", "perl", "processes", "pvesh", "rights", "rootfs", "settings", "snapshots", "tasks", "transfer",
+    "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights", "rootfs", "settings",
+    "snapshots", "sudo", "tasks", "transfer",
+    "users",
 )  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys
@@ -184,6 +186,8 @@ def _install_support(root: Path, settings: Settings) -> None:
     programs = {
         "pct": (layout.PCT_FOLDER, _launcher(settings, "pct")),
         "pvesh": (layout.PVESH_FOLDER, _launcher(settings, "pvesh")),
+        "pveum": (layout.PCT_FOLDER, _launcher(settings, "pveum")),
+        "sudo": ("/usr/bin", _launcher(settings, "sudo")),
         "lxc-attach": (layout.LXC_ATTACH_FOLDER, _launcher(settings, "attach")),
         "nvidia-smi": (layout.NVIDIA_SMI_FOLDER, f"#!{settings.base_python} -IS\n{smi}"),
     }
@@ -219,8 +223,10 @@ def _make_containers(settings: Settings) -> None:
         layout.configs(node).mkdir(parents=True)
     Path("/etc/pve/lxc").symlink_to(f"nodes/{layout.NODE}/lxc")
     Path("/etc/pve/local").symlink_to(f"nodes/{layout.NODE}")
+    nodes = sorted(Path("/dev").glob("nvidia*"), key=lambda path: (path.name.startswith("nvidia-"), path.name))
+    devices = [str(path) for path in nodes if path.is_char_device()]
     for template in layout.CONTAINERS:
-        (layout.CONFIGS / f"{template.vmid}.conf").write_text(template.config())
+        (layout.CONFIGS / f"{template.vmid}.conf").write_text(template.config(devices))
         disk = layout.ROOTS / str(template.vmid) / "rootfs"
         _mount_disk(disk, settings.disks.get(str(template.vmid)))
         os.chown(disk, template.owner, template.owner)

@@ -70,7 +70,7 @@ def stop(vmid: int) -> None:
         container.stop(vmid)
 
 
-def shutdown(vmid: int, timeout: int = 60, force: bool = False) -> None:
+def shutdown(vmid: int, timeout: float = 60, force: bool = False) -> None:
     """Ask it to end, and kill it after `timeout` seconds when `force`."""
     with locked(vmid):
         _unlocked(vmid)
@@ -80,7 +80,7 @@ def shutdown(vmid: int, timeout: int = 60, force: bool = False) -> None:
             container.stop(vmid)
 
 
-def reboot(vmid: int, timeout: int = 60) -> None:
+def reboot(vmid: int, timeout: float = 60) -> None:
     """Ask it to end, then start it."""
     shutdown(vmid, timeout)
     start(vmid)

@@ -1,6 +1,7 @@
 """Where things lie in the hypervisor, and which containers it has."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class Template(NamedTuple):
     vmid: int
     unprivileged: bool
     running: bool
+    gpus: str = ""
 
     @property
     def hostname(self) -> str:
@@ -59,8 +61,8 @@ class Template(NamedTuple):
         """The machine's id of the container's user 0."""
         return UNPRIVILEGED_BASE if self.unprivileged else 0
 
-    def config(self) -> str:
-        """The text of its file below /etc/pve."""
+    def config(self, devices: Sequence[str] = ()) -> str:
+        """The text of its file below /etc/pve. devices: the GPUs' files that it gets"""
         mac = f"BC:24:11:00:02:{self.vmid - 200:02X}"
         lines = [
             "arch: amd64",
@@ -72,11 +74,24 @@ class Template(NamedTuple):
             f"rootfs: local-lvm:vm-{self.vmid}-disk-0,size=8G",
             "swap: 512",
         ]
-        return "\n".join([*lines, "unprivileged: 1"] if self.unprivileged else lines) + "\n"
+        lines += ["unprivileged: 1"] if self.unprivileged else []
+        return "".join(f"{line}\n" for line in [*lines, *self._gpu_lines(devices)])
+
+    def _gpu_lines(self, devices: Sequence[str]) -> list[str]:
+        """How GPUs are passed in: as entries, which Proxmox VE has since 8.2, or by hand; some containers have none."""
+        if self.gpus == "entries":
+            return [f"dev{number}: {device},mode=0666" for number, device in enumerate(devices)]
+        if self.gpus != "by hand" or not devices:
+            return []
+        rows = Path("/proc/devices").read_text().split("\n")
+        uvm = [row.split()[0] for row in rows if row.endswith(" nvidia-uvm")]
+        allowed = [f"lxc.cgroup2.devices.allow: c {major}:* rwm" for major in ("195", *uvm)]
+        mounts = [f"{device} {device.lstrip('/')} none bind,optional,create=file" for device in devices]
+        return [*allowed, *(f"lxc.mount.entry: {mount}" for mount in mounts)]
 
 
 CONTAINERS = (
-    Template(200, unprivileged=False, running=True),
-    Template(201, unprivileged=True, running=True),
+    Template(200, unprivileged=False, running=True, gpus="entries"),
+    Template(201, unprivileged=True, running=True, gpus="by hand"),
     Template(202, unprivileged=False, running=False),
 )

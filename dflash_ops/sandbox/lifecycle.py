@@ -89,15 +89,19 @@ def status(name: str = "default") -> SandboxState:
     containers = dict(found.containers)
     hypervisor_root = Path(f"/proc/{found.init_pid}/root")
     for vmid, entry in found.containers.items():
-        marker = hypervisor_root / str(layout.RUNNING / f"{vmid}.init").lstrip("/")
-        try:
-            inner = ProcessId.parse(marker.read_text())
-            # The marker holds the hypervisor's pid of the init, so the hypervisor's /proc has to be asked.
-            running = inner is not None and _start_time(hypervisor_root / f"proc/{inner.pid}/stat") == inner.start
-        except (FileNotFoundError, PermissionError):
-            running = False
+        markers = [hypervisor_root / str(layout.running(node) / f"{vmid}.init").lstrip("/") for node in layout.NODES]
+        running = any(_lives(hypervisor_root, marker) for marker in markers)
         containers[vmid] = {**entry, "status": "running" if running else "stopped"}
     return replace(found, containers=containers)
+
+
+def _lives(hypervisor_root: Path, marker: Path) -> bool:
+    """Whether the init lives that a marker names: the hypervisor's pid of it, so the hypervisor's /proc is asked."""
+    try:
+        inner = ProcessId.parse(marker.read_text())
+        return inner is not None and _start_time(hypervisor_root / f"proc/{inner.pid}/stat") == inner.start
+    except (FileNotFoundError, PermissionError):
+        return False
 
 
 def _start_time(stat_file: Path) -> int | None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from dflash_ops.sandbox import attach, containers, layout, transfer
-from dflash_ops.sandbox.perl import Failure, locked, say, take_time, through_perl
+from dflash_ops.sandbox import attach, containers, layout, pct_snapshots, tasks, transfer
+from dflash_ops.sandbox.perl import Failure, say, take_time, through_perl
 from dflash_ops.sandbox.processes import ProcessId
 
 
@@ -148,55 +148,51 @@ def _config(call: Call) -> int:
 
 
 def _start(call: Call) -> int:
-    from dflash_ops.sandbox import container  # only here and below: it costs every other call its loading
+    from dflash_ops.sandbox import jobs  # only here and below: it costs every other call its loading
 
     config = dict(call.config(255))
     if containers.init_of(call.vmid):
         raise Failure(f"CT {call.vmid} already running")
-    with locked(call.vmid):
-        if "lock" in config:
-            raise Failure(f"CT is locked ({config['lock']})")
-        try:
-            container.start(call.vmid)
-        except (container.StartError, OSError) as error:
-            raise Failure(f"startup for container '{call.vmid}' failed: {error}") from error
-    return 0
+    return _task("vzstart", call, config, lambda: jobs.start(call.vmid))
 
 
 def _stop(call: Call) -> int:
-    from dflash_ops.sandbox import container
+    from dflash_ops.sandbox import jobs
 
-    return _end(call, lambda: container.stop(call.vmid))
+    return _task("vzstop", call, _of_running(call), lambda: jobs.stop(call.vmid))
 
 
 def _shutdown(call: Call) -> int:
-    from dflash_ops.sandbox import container
+    from dflash_ops.sandbox import jobs
 
-    def end() -> None:
-        if not container.shutdown(call.vmid, float(call.options.get("timeout", "60"))):
-            if call.options.get("forceStop", "0") == "0":
-                raise Failure("container did not stop")
-            container.stop(call.vmid)
-
-    return _end(call, end)
-
-
-def _end(call: Call, end: Callable[[], None]) -> int:
-    config = dict(call.config(255))
-    if containers.init_of(call.vmid) is None:
-        raise Failure(f"CT {call.vmid} not running")
-    with locked(call.vmid):
-        if "lock" in config:
-            raise Failure(f"CT is locked ({config['lock']})")
-        end()
-    return 0
+    config = _of_running(call)
+    timeout, force = float(call.options.get("timeout", "60")), call.options.get("forceStop", "0") != "0"
+    return _task("vzshutdown", call, config, lambda: jobs.shutdown(call.vmid, timeout, force))
 
 
 def _reboot(call: Call) -> int:
+    from dflash_ops.sandbox import jobs
+
     if containers.init_of(call.vmid) is None:
         raise Failure(f"VM {call.vmid} not running")
-    _shutdown(call)
-    return _start(call)
+    config = dict(call.config(255))
+    return _task("vzreboot", call, config, lambda: jobs.reboot(call.vmid, float(call.options.get("timeout", "60"))))
+
+
+def _of_running(call: Call) -> dict[str, str]:
+    config = dict(call.config(255))
+    if containers.init_of(call.vmid) is None:
+        raise Failure(f"CT {call.vmid} not running")
+    return config
+
+
+def _task(kind: str, call: Call, config: dict[str, str], work: Callable[[], None]) -> int:
+    """Do it as a task in the foreground; a lock that the config names is seen before there is one."""
+    if "lock" in config:
+        raise Failure(f"CT is locked ({config['lock']})")
+    with tasks.foreground(kind, call.vmid):
+        work()
+    return 0
 
 
 def _running(call: Call) -> ProcessId:
@@ -241,13 +237,18 @@ _COPY_OPTIONS = {"user": True, "group": True, "perms": True}
 # name -> (what does it, its options and whether each takes a value, the least number of words)
 _COMMANDS: dict[str, tuple[Callable[[Call], int], dict[str, bool], int]] = {
     "config": (_config, {"current": False, "snapshot": True}, 1),
+    "delsnapshot": (pct_snapshots.delete, {"force": False}, 2),
     "enter": (_enter, {"keep-env": False}, 1),
     "exec": (_exec, {"keep-env": False}, 1),
     "list": (_list, {}, 0),
+    "listsnapshot": (pct_snapshots.show, {}, 1),
+    "migrate": (pct_snapshots.migrate, {"restart": False, "online": False, "timeout": True}, 2),
     "pull": (_pull, _COPY_OPTIONS, 3),
     "push": (_push, _COPY_OPTIONS, 3),
     "reboot": (_reboot, {"timeout": True}, 1),
+    "rollback": (pct_snapshots.rollback, {"start": False}, 2),
     "shutdown": (_shutdown, {"timeout": True, "forceStop": False}, 1),
+    "snapshot": (pct_snapshots.create, {"description": True}, 2),
     "start": (_start, {"skiplock": False}, 1),
     "status": (_status, {"verbose": False}, 1),
     "stop": (_stop, {"skiplock": False}, 1),

@@ -56,12 +56,12 @@ def _call(words: list[str]) -> None:
         raise Failure(f"400 Parameter verification failed.\noutput-format: {why}\n{usage}")
     switches = {name: options.pop(name, "0") for name in _SWITCHES}
     try:
-        data = api.answer(CALLS, _METHODS[verb[0]], path, options, ROOT)
+        data = api.answer(CALLS, _METHODS[verb[0]], path, options, ROOT, local=True)
     except ApiError as error:
         raise _failure(error, verb[0], path, usage) from error
     task = Task.parse(data) if isinstance(data, str) else None
     if task is not None:
-        _follow(task)
+        follow(task)
     if data is not None and switches["quiet"] == "0":
         sys.stdout.write(_shown(data, shape))
 
@@ -99,14 +99,16 @@ def _failure(error: ApiError, verb: str, path: str, usage: str) -> Failure:
         rows = "".join(f"{name}: {why}\n" for name, why in error.errors.items())
         return Failure(f"400 {error.message}\n{rows}{usage}", 255)
     if error.code == 595:
-        return Failure(f"ssh: connect to host 127.0.0.1 port 22: {error.message}\nproxy handler failed: exit code 255")
+        command = f"ssh -o BatchMode=yes root@127.0.0.1 pvesh --noproxy {verb} {path} --output-format json"
+        say(f"ssh: connect to host 127.0.0.1 port 22: {error.message}")
+        return Failure(f"proxy handler failed: command '{command}' failed: exit code 255")
     # perl's `die` exits with what errno happens to be: ENOENT when a file was looked for last.
     return Failure(error.message, 2 if verb == "get" and "does not exist" in error.message else 255)
 
 
-def _follow(task: Task) -> None:
-    """As `pct start` does, in the foreground: the task's words on stdout, its error on stderr. The exit code of pvesh
-    says nothing of it."""
+def follow(task: Task) -> bool:
+    """As a task in the foreground: its words on stdout, its error on stderr; whether it went well, of which the exit
+    code of pvesh says nothing."""
     seen = 0
     while True:
         running = task.running
@@ -119,7 +121,7 @@ def _follow(task: Task) -> None:
                 say(line.removeprefix("TASK ERROR: "))
         seen = len(lines)
         if not running:
-            return
+            return task.verdict == "OK" or task.verdict.startswith("WARNINGS")
         time.sleep(0.02)
 
 

@@ -9,9 +9,7 @@ Runs in the hypervisor; standard library only.
 import json
 import os
 import re
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -68,9 +66,10 @@ class Task:
 
     def lines(self) -> list[str]:
         try:
-            return self.log.read_text(errors="replace").split("\n")[:-1]
+            lines = self.log.read_text(errors="replace").split("\n")
         except FileNotFoundError:
             return []
+        return lines if lines[-1] else lines[:-1]
 
     def facts(self) -> dict[str, Any]:
         """The fields that the API tells of every task."""
@@ -90,6 +89,9 @@ def start(node: str, kind: str, vmid: int, user: str, job: str, options: dict[st
 
     kind: its type in the id; job: the function of jobs.py that does it
     """
+    import subprocess  # only here: it costs pct its loading
+    import threading
+
     process = subprocess.Popen(
         [WORKER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -111,14 +113,14 @@ def foreground(kind: str, vmid: int, user: str = "root@pam") -> Generator[None]:
     assert me is not None
     task = Task(layout.NODE, me.pid, me.start, int(time.time()), kind, str(vmid), user)
     task.log.parent.mkdir(parents=True, exist_ok=True)
-    verdict = "OK"
-    try:
-        yield
-    except BaseException as error:
-        verdict = f"ERROR: {error}"
-        raise
-    finally:
-        task.log.write_text(f"TASK {verdict}\n")
+    # Opened now: a push goes on inside the container.
+    with task.log.open("a") as log:
+        try:
+            yield
+        except BaseException as error:
+            log.write(f"TASK ERROR: {str(error).strip() or type(error).__name__}\n".replace("\n", " ").rstrip() + "\n")
+            raise
+        log.write("TASK OK\n")
 
 
 def say(line: str) -> None:

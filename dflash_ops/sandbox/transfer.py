@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import containers, kernel, layout
+from dflash_ops.sandbox import containers, kernel, layout, tasks
 from dflash_ops.sandbox.perl import Failure, locked, say
 
 PUSH_FAULT = layout.SUPPORT / "push-fault"
@@ -26,7 +26,8 @@ def copy(vmid: int, source: bytes, destination: bytes, options: dict[str, str], 
         worker = os.fork()
         if worker == 0:
             try:
-                _copy_one(vmid, source, destination, options, into)
+                with tasks.foreground("push_file" if into else "pull_file", vmid):
+                    _copy_one(vmid, source, destination, options, into)
             except BaseException as error:
                 # The worker's error is printed, and then the call exits 0 all the same.
                 say(str(error))

@@ -26,9 +26,9 @@ class Answer:
 class Client:
     """One SSH connection; commands are shell text, as ssh sends them."""
 
-    def __init__(self, state: SandboxState) -> None:
+    def __init__(self, state: SandboxState, node: str = "pve") -> None:
         self.state = state
-        self.ssh = connect(state)
+        self.ssh = connect(state, port=state.nodes[node])
 
     def __enter__(self) -> "Client":
         return self
@@ -66,8 +66,8 @@ class Client:
 def connect(state: SandboxState, **options: object) -> paramiko.SSHClient:
     client = paramiko.SSHClient()
     client.load_host_keys(str(state.known_hosts))
-    known = {"username": state.user, "key_filename": str(state.key), **options}
-    client.connect(state.host, state.port, look_for_keys=False, allow_agent=False, timeout=10, **known)
+    known = {"port": state.port, "username": state.user, "key_filename": str(state.key), **options}
+    client.connect(state.host, look_for_keys=False, allow_agent=False, timeout=10, **known)
     return client
 
 
