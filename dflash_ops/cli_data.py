@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container
+from dflash_ops import render
+from dflash_ops.cli_many import On, reach
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
+    from dflash_ops.command import Container
     from dflash_ops.data import Moved
+    from dflash_ops.many import At
 
 
 def put(
@@ -20,6 +23,7 @@ def put(
         typer.Argument(metavar="LOCAL... shared/REMOTE", help="Files and folders, then where they go."),
     ],
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -27,15 +31,14 @@ def put(
 
     What is there already does not travel; after a broken link or Ctrl-C the same command goes on where it stopped."""
     from dflash_ops import data
-    from dflash_ops.shell import Shell
 
     if len(words) < 2:
         raise UsageFault("put needs a file and a place", where=" ".join(words), next="put FILE shared/data/")
     sources = [a_path(word) for word in words[:-1]]
-    container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
-    with Shell() as shell:
-        done = data.put(shell, container, sources, words[-1], progress=way)
-    render.show(done, as_json=as_json, people=lambda: show_moved(done))
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: data.put(at.shell, at.place, sources, words[-1], progress=at.way), show_moved, as_json=as_json
+        )
 
 
 def get(
@@ -45,22 +48,26 @@ def get(
         str, typer.Argument(metavar="[LOCAL]", help="A name for it here, or a folder for it, which may end with /.")
     ] = ".",
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Copy a file or folder out of the container, checked here. Default: into the working folder.
 
-    What is here already does not travel; after a broken link or Ctrl-C the same command goes on where it stopped."""
+    What is here already does not travel; after a broken link or Ctrl-C the same command goes on where it stopped. With
+    --on LOCAL is a folder, and each container's copy comes into a folder of its name there."""
     from dflash_ops import data
-    from dflash_ops.shell import Shell
 
-    place = a_path(local)
+    place, name = a_path(local), PurePosixPath(source).name
     if local.endswith("/"):
-        place = place / PurePosixPath(source).name
-    container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
-    with Shell() as shell:
-        done = data.get(shell, container, source, place, progress=way)
-    render.show(done, as_json=as_json, people=lambda: show_moved(done, here=True))
+        place = place / name
+    with reach(context, inventory, target, on) as there:
+
+        def fetch(at: "At[Container]") -> "Moved":
+            into = a_path(local) / at.name / name if there.many else place
+            return data.get(at.shell, at.place, source, into, progress=at.way)
+
+        there.serve(fetch, lambda done: show_moved(done, here=True), as_json=as_json)
 
 
 def show_moved(done: "Moved", *, here: bool = False) -> None:
@@ -70,5 +77,5 @@ def show_moved(done: "Moved", *, here: bool = False) -> None:
     for line in done.left_out:
         render.note(f"left out {line}")
     there = f", {done.unchanged} there already" if done.unchanged else ""
-    files = "1 file" if done.files == 1 else f"{done.files} files"
-    render.say(f"{files}, {render.size(done.size)}{there}; {render.size(done.sent)} sent in {done.seconds:.2f} s")
+    sent = f"{render.size(done.sent)} sent in {done.seconds:.2f} s"
+    render.say(f"{render.count(done.files, 'file')}, {render.size(done.size)}{there}; {sent}")

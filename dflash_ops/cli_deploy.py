@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container, load_inventory
+from dflash_ops import render
+from dflash_ops.cli_many import On, leave, reach
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
-    from dflash_ops.deploy import Deployed, LiveRun, Plan
+    from dflash_ops.command import Container
+    from dflash_ops.deploy import Deployed, Listing, LiveRun, Plan, Pruned
+    from dflash_ops.many import At, Outcome
     from dflash_ops.release import LeftOut
 
 # Names that are told of what was left out; --json has them all.
@@ -54,6 +57,7 @@ def deploy(
         ),
     ] = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -61,44 +65,47 @@ def deploy(
 
     Only content that the container lacks travels. A run that goes on keeps the release that it started with."""
     from dflash_ops.inventory import working_folder
-    from dflash_ops.shell import Shell
 
     if user == "":
         raise UsageFault("an empty word names nobody", where="--user", next="leave it out, or name a user")
-    book = load_inventory(inventory)
-    container, way = book.container(target), progress.shown(debug=bool(context.obj))
-    with Shell() as shell:
-        shell.begin(container.host)
+    with reach(context, inventory, target, on) as there:
         # The rest is loaded while the host answers.
         from dataclasses import replace
 
         from dflash_ops import deploy as verbs
         from dflash_ops import source as sources
 
-        chosen = replace(sources.choose(source, book.source, here=working_folder()), include=tuple(include or ()))
+        chosen = replace(sources.choose(source, there.book.source, here=working_folder()), include=tuple(include or ()))
+
+        def look(at: "At[Container]") -> "Plan":
+            return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way)
+
+        def send(at: "At[Container]") -> "Deployed":
+            return verbs.deploy(
+                at.shell,
+                at.place,
+                chosen,
+                via=via,
+                activate=not no_activate,
+                user=user,
+                way=at.way,
+                warn=lambda text: at.note(f"dflash-ops: warning: {text}"),
+            )
+
         if dry_run or diff:
-            plan = verbs.plan(shell, container, chosen, texts=diff, way=way)
-            _tell_left_out(plan.left_out)
-            render.show(plan, as_json=as_json, people=lambda: _show_plan(plan))
-            return
-        done = verbs.deploy(
-            shell,
-            container,
-            chosen,
-            via=via,
-            activate=not no_activate,
-            user=user,
-            way=way,
-            warn=lambda text: render.note(f"dflash-ops: warning: {text}"),
-        )
-    _tell_left_out(done.left_out)
-    render.show(done, as_json=as_json, people=lambda: _show_deployed(done))
+            plans = there.gather(look, there.containers, quiet=as_json)
+            _tell_left_out(plans)
+            leave(there.tell(plans, _show_plan, as_json=as_json))
+        else:
+            done = there.gather(send, there.containers, quiet=as_json)
+            _tell_left_out(done)
+            leave(there.tell(done, _show_deployed, as_json=as_json))
 
 
 def _show_deployed(done: "Deployed") -> None:
     verb = "deployed" if done.activated else "sent"
     render.say(
-        f"{verb} {done.release} to {done.container}: {done.files} files, {render.size(done.size)}, "
+        f"{verb} {done.release} to {done.container}: {render.count(done.files, 'file')}, {render.size(done.size)}, "
         f"{done.sent} bytes sent, {done.seconds:.2f} s"
     )
     if not done.activated:
@@ -114,8 +121,9 @@ def _show_plan(plan: "Plan") -> None:
     if plan.diff is not None:
         render.say(plan.diff.removesuffix("\n") or f"nothing differs from {plan.current}")
         return
-    render.say(f"would deploy {plan.files} files, {render.size(plan.size)}, to {plan.container}; nothing was sent")
-    render.say(f"would send {plan.lacking} files, {render.size(plan.to_send)}; the container has the rest")
+    files, lacking = render.count(plan.files, "file"), render.count(plan.lacking, "file")
+    render.say(f"would deploy {files}, {render.size(plan.size)}, to {plan.container}; nothing was sent")
+    render.say(f"would send {lacking}, {render.size(plan.to_send)}; the container has the rest")
     for sign, names in (("+", plan.changes.added), ("~", plan.changes.changed), ("-", plan.changes.removed)):
         for name in names:
             render.say(f"{sign} {printable(name)}")
@@ -129,9 +137,11 @@ def _show_runs(runs: "Sequence[LiveRun]") -> None:
         render.say(f"run {run.run_id} goes on, untouched, with {run.release}")
 
 
-def _tell_left_out(left_out: "Sequence[LeftOut]") -> None:
+def _tell_left_out(outcomes: "Sequence[Outcome[Container, Deployed]] | Sequence[Outcome[Container, Plan]]") -> None:
+    """What of the source was not sent: the same for every container."""
     from dflash_ops.release import printable
 
+    left_out: Sequence[LeftOut] = next((it.value.left_out for it in outcomes if it.value is not None), ())
     for item in left_out[:_TOLD]:
         what = f"{printable(item.path)}: it looks like {item.why}"
         render.note(f"dflash-ops: left out {what}; --include names what is to be sent")
@@ -139,81 +149,89 @@ def _tell_left_out(left_out: "Sequence[LeftOut]") -> None:
         render.note(f"dflash-ops: left out {len(left_out) - _TOLD} more; --json lists them")
 
 
-def releases(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
+def releases(
+    context: typer.Context,
+    target: Target = None,
+    on: On = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
     """List the container's releases, the oldest first."""
     from dflash_ops import deploy as verbs
+
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: (at.place, verbs.releases(at.shell, at.place)),
+            lambda listed: _show_releases(*listed),
+            as_json=as_json,
+            document=lambda listed: listed[1],
+        )
+
+
+def _show_releases(container: "Container", listed: "Listing") -> None:
     from dflash_ops.remote.releases import IS_FOLDER
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        listed = verbs.releases(shell, container)
-
-    def people() -> None:
-        if listed.damaged:
-            mend = "move it away" if listed.damaged == IS_FOLDER else "dflash-ops rollback or deploy replaces it"
-            render.say(f"`current` is damaged: {listed.damaged}; {mend}")
-        if not listed.releases:
-            render.say(f"no releases in {container}; dflash-ops deploy makes one")
-            return
-        columns = ("", "RELEASE", "COMMIT", "FILES", "SIZE")
-        rows = [
-            (
-                "*" if item.current else "",
-                item.id + (" (damaged)" if item.damaged else ""),
-                item.commit and item.commit[:12],
-                item.files,
-                render.size(item.size),
-            )
-            for item in listed.releases
-        ]
-        render.table(columns, rows, right=("FILES", "SIZE"))
-
-    render.show(listed, as_json=as_json, people=people)
+    if listed.damaged:
+        mend = "move it away" if listed.damaged == IS_FOLDER else "dflash-ops rollback or deploy replaces it"
+        render.say(f"`current` is damaged: {listed.damaged}; {mend}")
+    if not listed.releases:
+        render.say(f"no releases in {container}; dflash-ops deploy makes one")
+        return
+    columns = ("", "RELEASE", "COMMIT", "FILES", "SIZE")
+    rows = [
+        (
+            "*" if item.current else "",
+            item.id + (" (damaged)" if item.damaged else ""),
+            item.commit and item.commit[:12],
+            item.files,
+            render.size(item.size),
+        )
+        for item in listed.releases
+    ]
+    render.table(columns, rows, right=("FILES", "SIZE"))
 
 
 def rollback(
+    context: typer.Context,
     release: Annotated[str | None, typer.Argument(help="The release. Default: the one before the current one.")] = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Make another release the current one, once every file of it has been checked."""
     from dflash_ops import deploy as verbs
-    from dflash_ops.shell import Shell
 
     if release == "":  # what a script hands over as "$ID" when it has none must not become the default
         raise UsageFault("an empty word names nothing", next="leave it out, or give an id of dflash-ops releases")
-    with Shell() as shell:
-        done = verbs.rollback(shell, find_container(inventory, target), release)
-    render.show(
-        done,
-        as_json=as_json,
-        people=lambda: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
-    )
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: verbs.rollback(at.shell, at.place, release),
+            lambda done: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
+            as_json=as_json,
+        )
 
 
 def prune(
+    context: typer.Context,
     keep: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the newest releases stay.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Remove old releases; never the current one, one that a run uses, or the newest that is whole."""
     from dflash_ops import deploy as verbs
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        done = verbs.prune(shell, container, keep, dry_run=dry_run)
+    with reach(context, inventory, target, on) as there:
+        there.serve(lambda at: verbs.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned, as_json=as_json)
 
-    def people() -> None:
-        for name in done.removed:
-            render.say(f"{'would remove' if dry_run else 'removed'} {name}")
-        for item in done.kept:
-            render.say(f"kept {item.id}: {item.why}")
-        freed = "" if dry_run else f", {render.size(done.freed)} freed"
-        render.say(f"{len(done.removed)} of {len(done.removed) + len(done.kept)} releases in {container}{freed}")
 
-    render.show(done, as_json=as_json, people=people)
+def _show_pruned(done: "Pruned") -> None:
+    for name in done.removed:
+        render.say(f"{'would remove' if done.dry_run else 'removed'} {name}")
+    for item in done.kept:
+        render.say(f"kept {item.id}: {item.why}")
+    freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
+    render.say(f"{len(done.removed)} of {len(done.removed) + len(done.kept)} releases in {done.container}{freed}")

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import progress, render
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path, find_container
+from dflash_ops import render
+from dflash_ops.cli_many import On, reach
+from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
 from dflash_ops.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
-    from dflash_ops.environment import Checked, Synced, WarmedUp
+    from dflash_ops.command import Container
+    from dflash_ops.environment import Checked, Environment, Synced, WarmedUp
+    from dflash_ops.many import At
 
 app = typer.Typer(help="The packages that the trainer runs with: made, compared, warmed up.", no_args_is_help=True)
 
@@ -30,6 +33,7 @@ def sync(
     ] = None,
     release: Release = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -37,12 +41,13 @@ def sync(
 
     Runs use it from their next start on. Nothing is built when it is there already."""
     from dflash_ops import environment
-    from dflash_ops.shell import Shell
 
-    container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
-    with Shell() as shell:
-        done = environment.sync(shell, container, release, wheelhouse=wheels, progress=way)
-    render.show(done, as_json=as_json, people=lambda: _show_synced(done))
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: environment.sync(at.shell, at.place, release, wheelhouse=wheels, progress=at.way),
+            _show_synced,
+            as_json=as_json,
+        )
 
 
 def _show_synced(done: "Synced") -> None:
@@ -55,9 +60,11 @@ def _show_synced(done: "Synced") -> None:
 
 @app.command()
 def check(
+    context: typer.Context,
     release: Release = None,
     every: Annotated[bool, typer.Option("--all", help="Shows also what fits.")] = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -65,13 +72,14 @@ def check(
 
     The exit code is 6 when something does not fit; `train start` refuses then."""
     from dflash_ops import environment
-    from dflash_ops.shell import Shell
 
-    with Shell() as shell:
-        found = environment.check(shell, find_container(inventory, target), release)
-    render.show(found, as_json=as_json, people=lambda: _show_checked(found, every))
-    if not found.ok:
-        raise typer.Exit(PreflightError.exit_code)
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: environment.check(at.shell, at.place, release),
+            lambda found: _show_checked(found, every),
+            as_json=as_json,
+            code=lambda found: 0 if found.ok else PreflightError.exit_code,
+        )
 
 
 def _show_checked(found: "Checked", every: bool) -> None:
@@ -92,36 +100,44 @@ def _show_checked(found: "Checked", every: bool) -> None:
 
 
 @app.command("list")
-def list_(target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
+def list_(
+    context: typer.Context,
+    target: Target = None,
+    on: On = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
     """List the container's environments, the oldest first."""
     from dflash_ops import environment
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = environment.list_all(shell, container)
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: (at.place, environment.list_all(at.shell, at.place)),
+            lambda found: _show_environments(*found),
+            as_json=as_json,
+            document=lambda found: {"environments": found[1]},
+        )
 
-    def people() -> None:
-        if not found:
-            render.say(f"no environments in {container}: the trainer runs by {container.python}; dflash-ops env sync")
-            return
-        columns = ("", "ENVIRONMENT", "MADE", "PYTHON", "TORCH", "TRANSFORMERS", "SIZE", "USED BY")
-        rows = [
-            (
-                "*" if it.current else "",
-                it.id + ("" if it.whole else " (unfinished)"),
-                it.made_at and it.made_at[:19].replace("T", " "),
-                it.python,
-                it.torch,
-                it.transformers,
-                render.size(it.size),
-                ", ".join(it.used_by),
-            )
-            for it in found
-        ]
-        render.table(columns, rows, right=("SIZE",), spare=("TRANSFORMERS", "MADE"))
 
-    render.show({"environments": found}, as_json=as_json, people=people)
+def _show_environments(container: "Container", found: "list[Environment]") -> None:
+    if not found:
+        render.say(f"no environments in {container}: the trainer runs by {container.python}; dflash-ops env sync")
+        return
+    columns = ("", "ENVIRONMENT", "MADE", "PYTHON", "TORCH", "TRANSFORMERS", "SIZE", "USED BY")
+    rows = [
+        (
+            "*" if it.current else "",
+            it.id + ("" if it.whole else " (unfinished)"),
+            it.made_at and it.made_at[:19].replace("T", " "),
+            it.python,
+            it.torch,
+            it.transformers,
+            render.size(it.size),
+            ", ".join(it.used_by),
+        )
+        for it in found
+    ]
+    render.table(columns, rows, right=("SIZE",), spare=("TRANSFORMERS", "MADE"))
 
 
 @app.command()
@@ -134,6 +150,7 @@ def warm(
     gpus: Annotated[str, typer.Option(metavar="0,1|all|none", help="GPUs, as the container numbers them.")] = "all",
     release: Release = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -141,26 +158,27 @@ def warm(
 
     It holds the GPUs meanwhile, and says what each start saves from now on."""
     from dflash_ops import environment, runs
-    from dflash_ops.shell import Shell
 
-    container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
     try:
         text = config.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError("the file can't be read", where=str(config), why=why, next="name another") from error
-    with Shell() as shell:
-        done = environment.warm(
-            shell,
-            container,
+
+    def fill(at: "At[Container]") -> "WarmedUp":
+        return environment.warm(
+            at.shell,
+            at.place,
             text,
             str(config),
             settings=tuple(settings or ()),
-            gpus=runs.parse_gpus(gpus, container),
+            gpus=runs.parse_gpus(gpus, at.place),
             release=release,
-            progress=way,
+            progress=at.way,
         )
-    render.show(done, as_json=as_json, people=lambda: _show_warmed(done))
+
+    with reach(context, inventory, target, on) as there:
+        there.serve(fill, _show_warmed, as_json=as_json)
 
 
 def _show_warmed(done: "WarmedUp") -> None:

@@ -2,98 +2,113 @@
 
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container, load_inventory
+from dflash_ops.cli_many import On, leave, reach
+from dflash_ops.cli_words import InventoryFile, Json, Target
 from dflash_ops.errors import CancelledError, OpsError, PreflightError, UsageFault
 
 if TYPE_CHECKING:
-    from dflash_ops.command import Container
-    from dflash_ops.gpu_free import Holder, Look
-    from dflash_ops.shell import Shell
-    from dflash_ops.status import Answer
+    from dflash_ops.cli_many import There
+    from dflash_ops.command import Container, Host
+    from dflash_ops.gpu_free import Freed, Holder, Look
+    from dflash_ops.gpus import GpuStatus
+    from dflash_ops.many import At, Outcome
 
 app = typer.Typer(help="Who holds the GPUs, and freeing what is ours.", no_args_is_help=True)
 
 
 @app.command("status")
 def gpu_status(
+    context: typer.Context,
     everywhere: Annotated[bool, typer.Option("-a", "--all", help="Every host of the inventory.")] = False,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Again and again, until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.2, metavar="S", help="Seconds between two looks of --watch.")] = 2.0,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Show the host's GPUs, how they are, and who holds them: container, run, memory, age. With --watch and --json one
-    document a line."""
-    from dflash_ops.shell import Shell
+    document a line. --on asks the hosts of these containers."""
+    from dflash_ops import many, status
 
-    book = load_inventory(inventory)
-    # Every host may be asked without a default container; then no process is "this container's".
-    named = target or book.tables.default or len(book.tables.containers) == 1
-    own = book.container(target) if named or not everywhere else None
-    containers: list[Container] = []
-    away: list[OpsError] = []
-    for name, table in book.tables.containers.items():
-        if everywhere or (own is not None and table.host == own.host.name):
-            try:
-                containers.append(book.container(name))
-            except OpsError as error:  # a sandbox that is down
-                away.append(error)
-                render.note(error.line())
-    with Shell() as shell:
+    if everywhere and on is not None:
+        raise UsageFault("--all and --on both say where", next="give one of them")
+    with reach(context, inventory, None if everywhere else target, ["all"] if everywhere else on) as there:
+        hosts, containers, own = _hosts(there, target if everywhere else None)
+        # A host that is away for a while is no reason to stop looking.
+        asking = replace(there, many=True) if watch else there
         while True:
-            answers = _look(shell, containers, own, everywhere, watch)
-            _show(answers, everywhere, as_json, clear=watch and sys.stdout.isatty() and not as_json)
+            found = asking.gather(
+                lambda at: status.gpu_status(at.shell, at.place, containers, own.get(at.name)),
+                hosts,
+                quiet=True,
+                board=many.Board() if watch else None,
+            )
+            code = _show(there, found, everywhere, as_json, clear=watch and sys.stdout.isatty() and not as_json)
             if not watch:
                 break
             time.sleep(every)
-    failed = [*(answer.error for answer in answers if answer.error), *away]
-    if failed:  # what could be told was shown
-        raise typer.Exit(failed[0].exit_code)
+        leave(code)  # what could be told was shown
 
 
-def _look(
-    shell: "Shell", containers: "list[Container]", own: "Container | None", everywhere: bool, go_on: bool
-) -> "list[Answer]":
-    from dflash_ops import status as verbs
+def _hosts(
+    there: "There", target: str | None
+) -> "tuple[dict[str, Host | OpsError], list[Container], dict[str, Container]]":
+    """The hosts to ask, with names that lead nowhere; all containers there; by host the one that owners are told for:
+    the one that is meant, when it is the only one."""
+    book = there.book
+    hosts: dict[str, Host | OpsError] = {}
+    meant: dict[str, list[Container]] = {}
+    for name, found in there.containers.items():
+        if isinstance(found, OpsError):
+            hosts[name] = found
+        else:
+            hosts[found.host.name] = found.host
+            meant.setdefault(found.host.name, []).append(found)
+    containers: list[Container] = []
+    for name, table in book.tables.containers.items():
+        if table.host in meant and not isinstance(there.containers.get(name), OpsError):
+            containers.append(book.container(name))
+    if there.many and (target or book.tables.default or len(book.tables.containers) == 1):
+        default = book.container(target)
+        if default in meant.get(default.host.name, ()):
+            meant[default.host.name] = [default]
+    return hosts, containers, {name: each[0] for name, each in meant.items() if len(each) == 1}
 
-    if everywhere:
-        return verbs.every_host(shell, containers, own)
-    assert own is not None
-    if go_on:  # a host that is away for a while is no reason to stop looking
-        return verbs.every_host(shell, [it for it in containers if it.host == own.host], own)
-    return [verbs.Answer(verbs.gpu_status(shell, own.host, containers, own))]
 
-
-def _show(answers: "list[Answer]", everywhere: bool, as_json: bool, clear: bool) -> None:
-    from dflash_ops import render_gpus
+def _show(there: "There", found: "list[Outcome[Host, GpuStatus]]", everywhere: bool, as_json: bool, clear: bool) -> int:
+    from dflash_ops import many, render_gpus, render_many
+    from dflash_ops.gpus import GpuStatus
 
     def people() -> None:
         if clear:
             sys.stdout.write("\x1b[H\x1b[2J")
-        for answer in answers:
-            if everywhere:
-                render.say(f"{answer.status.host}:")
-            if answer.error:
-                render.note(answer.error.line())
-            else:
-                render_gpus.show_gpus(answer.status)
+        if there.many:
+            render_many.show(found, render_gpus.show_gpus)
+        elif found[0].error is not None:
+            render.note(found[0].error.line())
+        else:
+            render_gpus.show_gpus(found[0].result())
         sys.stdout.flush()
 
-    documents = [answer.status.to_json() for answer in answers]
-    document = {"hosts": documents} if everywhere else documents[0]
-    render.show(document, as_json=as_json, people=people)
+    if there.many and not everywhere and as_json:
+        return there.tell(found, render_gpus.show_gpus, as_json=True)
+    documents = [it.value or GpuStatus(str(it.place), (), (), (str(it.error),)) for it in found if it.place]
+    render.show({"hosts": documents} if everywhere else documents[0], as_json=as_json, people=people)
     with render.written():
         sys.stdout.flush()
+    return many.worst([it.error.exit_code if it.error else 0 for it in found])
 
 
 @app.command("free")
 def gpu_free(
+    context: typer.Context,
     pids: Annotated[
         list[int] | None,
         typer.Option("--pid", metavar="N", help="Also this process (PID THERE of gpu-status), whosever it is."),
@@ -105,6 +120,7 @@ def gpu_free(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
     grace: Annotated[float, typer.Option(min=0, help="Seconds between SIGTERM and SIGKILL.")] = 10.0,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -115,40 +131,57 @@ def gpu_free(
     """
     from dflash_ops import gpu_free as verbs
     from dflash_ops import render_gpus
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = verbs.look(shell, container)
-        chosen = verbs.choose(found, pids or [], unknown)
-        if dry_run or not chosen:
-            freed = verbs.nothing_done(found, chosen, dry_run)
-        else:
-            if any(it.owner != "earlier" for it in chosen) and not yes:
-                _ask(found, chosen)
-            freed = verbs.free(shell, container, found, chosen, grace=grace)
-    render.show(freed.to_json(), as_json=as_json, people=lambda: render_gpus.show_freed(freed))
+    if pids and on is not None:
+        raise UsageFault("a pid is of one container", where="--pid", next="-t NAME instead of --on")
+
+    def look(at: "At[Container]") -> "tuple[Look, list[Holder]]":
+        found = verbs.look(at.shell, at.place)
+        return found, verbs.choose(found, pids or [], unknown)
+
+    with reach(context, inventory, target, on) as there:
+        looks = {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+        if not dry_run and not yes:
+            _ask([it.value for it in looks.values() if it.value is not None])
+
+        def free(at: "At[Container]") -> "Freed":
+            found, chosen = looks[at.name].result()
+            if dry_run or not chosen:
+                return verbs.nothing_done(found, chosen, dry_run)
+            return verbs.free(at.shell, at.place, found, chosen, grace=grace)
+
+        there.serve(free, render_gpus.show_freed, as_json=as_json)
 
 
-def _ask(found: "Look", chosen: "list[Holder]") -> None:
+def _ask(looks: "list[tuple[Look, list[Holder]]]") -> None:
+    """Asks once for all containers, where more than what runs of ours left is to be ended."""
     from dflash_ops import render_gpus
 
+    others = [(found, chosen) for found, chosen in looks if any(it.owner != "earlier" for it in chosen)]
+    if not others:
+        return
+    where = ", ".join(found.container for found, _ in others)
     if not sys.stdin.isatty():
-        names = ", ".join(str(it.pid) for it in chosen)
+        names = ", ".join(str(it.pid) for _, chosen in others for it in chosen)
         raise UsageFault(
             "these processes are of no run of ours, and nobody can be asked",
-            where=found.container,
+            where=where,
             why=f"pids {names}",
             next="--dry-run shows them; --yes ends them",
         )
-    render_gpus.note_holders(chosen)
+    for found, chosen in others:
+        if len(looks) > 1:
+            render.note(f"{found.container}:")
+        render_gpus.note_holders(chosen)
     if not typer.confirm("End these processes?", err=True):
-        raise CancelledError("nothing was ended", where=found.container)
+        raise CancelledError("nothing was ended", where=where)
 
 
 def doctor(
+    context: typer.Context,
     fix: Annotated[bool, typer.Option("--fix", help="First does what is safe, and says what.")] = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -159,11 +192,11 @@ def doctor(
     """
     from dflash_ops import doctor as verbs
     from dflash_ops import render_gpus
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = verbs.doctor(shell, container, fix=fix)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_gpus.show_diagnosis(found))
-    if not found.ok:
-        raise typer.Exit(PreflightError.exit_code)
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: verbs.doctor(at.shell, at.place, fix=fix),
+            render_gpus.show_diagnosis,
+            as_json=as_json,
+            code=lambda found: 0 if found.ok else PreflightError.exit_code,
+        )

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_data, progress, render
+from dflash_ops import cli_data, render
+from dflash_ops.cli_many import On, reach
 from dflash_ops.cli_runs import AnyRun, not_empty
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import CancelledError, UsageFault
 
 if TYPE_CHECKING:
+    from dflash_ops.command import Container
+    from dflash_ops.data import Moved
     from dflash_ops.keeping import Removed
+    from dflash_ops.many import At
 
 
 def attach(run: AnyRun = None, target: Target = None, inventory: InventoryFile = None) -> None:
@@ -47,6 +51,7 @@ def fetch(
         typer.Option(metavar="newest|all|none|NAME", help="Which checkpoints come with it.", callback=not_empty),
     ] = "newest",
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -55,50 +60,67 @@ def fetch(
     What is here already does not travel; after a broken link or Ctrl-C the same command goes on where it stopped.
     """
     from dflash_ops import keeping, train
-    from dflash_ops.shell import Shell
 
-    container, way = find_container(inventory, target), progress.shown(debug=bool(context.obj))
-    with Shell() as shell:
-        found = train.status(shell, container, run) if run else train.newest(shell, container)
-        done = keeping.fetch(shell, container, found, into, checkpoints=checkpoints, progress=way)
-    render.show(done, as_json=as_json, people=lambda: cli_data.show_moved(done, here=True))
+    def copy(at: "At[Container]") -> "Moved":
+        found = train.status(at.shell, at.place, run) if run else train.newest(at.shell, at.place)
+        return keeping.fetch(at.shell, at.place, found, into, checkpoints=checkpoints, progress=at.way)
+
+    with reach(context, inventory, target, on) as there:
+        there.serve(copy, lambda done: cli_data.show_moved(done, here=True), as_json=as_json)
 
 
 def rm(
+    context: typer.Context,
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, or a name for the newest run of it.")],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Does not ask.")] = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Remove runs with their checkpoints and logs. Asks first; never one that goes on."""
     from dflash_ops import keeping
-    from dflash_ops.shell import Shell
 
     for name in runs:
         not_empty(name)
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        if not yes:
-            would_go = keeping.remove(shell, container, runs, dry_run=True)
-            _ask(would_go)
-            runs = [it.run_id for it in would_go]  # a name may mean another one by now
-        removed = keeping.remove(shell, container, runs)
+    with reach(context, inventory, target, on) as there:
 
-    def people() -> None:
-        for it in removed:
-            render.say(f"removed {it.run_id}, {render.size(it.size)}")
+        def look(at: "At[Container]") -> "list[Removed]":
+            return keeping.remove(at.shell, at.place, runs, dry_run=True)
 
-    render.show({"container": str(container), "removed": removed}, as_json=as_json, people=people)
+        # A name may mean another run once the question is answered.
+        looks = {} if yes else {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+        if looks:
+            _ask({it.name if there.many else "": it.value for it in looks.values() if it.value is not None})
+
+        def remove(at: "At[Container]") -> "tuple[Container, list[Removed]]":
+            ids = [it.run_id for it in looks[at.name].result()] if looks else runs
+            return at.place, keeping.remove(at.shell, at.place, ids)
+
+        there.serve(
+            remove,
+            lambda done: _show_removed(done[1]),
+            as_json=as_json,
+            document=lambda done: {"container": str(done[0]), "removed": done[1]},
+        )
 
 
-def _ask(would_go: "list[Removed]") -> None:
+def _show_removed(removed: "list[Removed]") -> None:
+    for it in removed:
+        render.say(f"removed {it.run_id}, {render.size(it.size)}")
+
+
+def _ask(would_go: "dict[str, list[Removed]]") -> None:
+    """Asks once for the runs of all containers; by the containers' names, which are shown unless empty."""
+    every = [(name, it) for name, runs in would_go.items() for it in runs]
+    if not every:
+        return
     if not os.isatty(0):
         raise UsageFault("rm asks before it removes", why="stdin is no terminal", next="the same with --yes")
-    for it in would_go:
-        checkpoints = "1 checkpoint" if it.checkpoints == 1 else f"{it.checkpoints} checkpoints"
-        render.note(f"{it.run_id}: {checkpoints}, {render.size(it.size)}")
-    sys.stderr.write(f"Remove {'it' if len(would_go) == 1 else f'these {len(would_go)} runs'} for good? [y/N] ")
+    for name, it in every:
+        what = f"{render.count(it.checkpoints, 'checkpoint')}, {render.size(it.size)}"
+        render.note(f"{name}{': ' if name else ''}{it.run_id}: {what}")
+    sys.stderr.write(f"Remove {'it' if len(every) == 1 else f'these {len(every)} runs'} for good? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise CancelledError("nothing was removed")

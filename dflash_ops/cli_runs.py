@@ -6,17 +6,22 @@ cli_train.py registers them.
 import codecs
 import json
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
-from dflash_ops.errors import UsageFault
+from dflash_ops.cli_many import On, There, error_document, leave, reach
+from dflash_ops.cli_words import InventoryFile, Json, Target
+from dflash_ops.errors import OpsError, UsageFault
 
 if TYPE_CHECKING:
+    from dflash_ops.command import Container
+    from dflash_ops.many import At, Outcome
     from dflash_ops.runs import Run
+    from dflash_ops.stops import Listing
 
 T = TypeVar("T")
 _LONGEST_LINE = 1 << 20
@@ -39,7 +44,11 @@ AnyRun = Annotated[
 ]
 
 
+LEFT = "left it; the run goes on"
+
+
 def logs(
+    context: typer.Context,
     run: AnyRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Goes on until the run ends.")] = False,
     tail: Annotated[int | None, typer.Option("-n", "--tail", min=0, metavar="N", help="Only the last N lines.")] = None,
@@ -51,113 +60,217 @@ def logs(
         str | None, typer.Option(metavar="REGEX", help="Only lines that match; --tail counts these.")
     ] = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document a line, the run itself as the last one.")
     ] = False,
 ) -> None:
-    """Show a run's log, byte for byte. With -f the exit code is the run's verdict: 0, 100 failed, 103 stopped."""
+    """Show a run's log, byte for byte. With -f the exit code is the run's verdict: 0, 100 failed, 103 stopped.
+
+    With --on each line comes with its container's name before it, as it is written."""
     from dflash_ops import logs as verbs
-    from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
+    from dflash_ops import train
 
     begin = verbs.parse_since(since) if since is not None else None
     pattern = verbs.check_pattern(grep) if grep is not None else None
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        name = run or train.newest(shell, container).id
 
-        def read(out: Callable[[bytes], None], note: Callable[[str], None]) -> "Run":
-            return verbs.logs(
-                shell,
-                container,
-                name,
-                on_out=out,
-                follow=follow,
-                tail=tail,
-                since=begin,
-                grep=pattern,
-                on_break=note,
-            )
+    def read(at: "At[Container]", out: Callable[[bytes], None], note: Callable[[str], None]) -> "Run":
+        return verbs.logs(
+            at.shell,
+            at.place,
+            run or train.newest(at.shell, at.place).id,
+            on_out=out,
+            follow=follow,
+            tail=tail,
+            since=begin,
+            grep=pattern,
+            on_break=note,
+        )
 
-        found = follow_log(read, as_json)
-    if as_json:
-        render.show({"run": found.to_json()}, as_json=True, people=lambda: None)
-    elif follow:
-        render_runs.note_verdict(found)
-    if follow:
-        raise typer.Exit(found.exit_code)
+    with reach(context, inventory, target, on) as there:
+        found = read_logs(there, read, there.containers, as_json)
+        tell_runs(there, found, as_json=as_json, verdict=follow)
+        leave(worst_of(found, lambda run: run.exit_code if follow else 0))
 
 
 def list_(
+    context: typer.Context,
     everything: Annotated[
         bool,
         typer.Option("-a", "--all", help="Also tmux sessions started by hand, and GPU processes that no run owns."),
     ] = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """List the container's runs, the oldest first."""
-    from dflash_ops import render_runs, stops, train
-    from dflash_ops.shell import Shell
+    from dflash_ops import stops, train
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
+    def ask(at: "At[Container]") -> "tuple[Container, Listing]":
         if everything:
-            found = train.list_all(shell, container)
-        else:
-            found = stops.Listing(tuple(train.list_runs(shell, container)), (), ())
+            return at.place, train.list_all(at.shell, at.place)
+        return at.place, stops.Listing(tuple(train.list_runs(at.shell, at.place)), (), ())
 
-    def people() -> None:
-        if found.runs:
-            render_runs.show_runs(found.runs)
-        else:
-            render.say(f"no runs in {container}; dflash-ops train start makes one")
-        if everything:
-            render_runs.show_by_hand(found)
-
-    document = found.to_json() if everything else {"runs": found.to_json()["runs"]}
-    render.show(document, as_json=as_json, people=people)
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            ask,
+            lambda found: _show_listing(*found, everything),
+            as_json=as_json,
+            document=lambda found: found[1].to_json() if everything else {"runs": found[1].to_json()["runs"]},
+        )
 
 
-def status(run: AnyRun = None, target: Target = None, inventory: InventoryFile = None, as_json: Json = False) -> None:
+def _show_listing(container: "Container", found: "Listing", everything: bool) -> None:
+    from dflash_ops import render_runs
+
+    if found.runs:
+        render_runs.show_runs(found.runs)
+    else:
+        render.say(f"no runs in {container}; dflash-ops train start makes one")
+    if everything:
+        render_runs.show_by_hand(found)
+
+
+def status(
+    context: typer.Context,
+    run: AnyRun = None,
+    target: Target = None,
+    on: On = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
     """Say how a run stands. The exit code is 0 when that could be told; --json has the run's own."""
     from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        found = train.status(shell, container, run or train.newest(shell, container).id)
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            lambda at: train.status(at.shell, at.place, run or train.newest(at.shell, at.place).id),
+            render_runs.show_run,
+            as_json=as_json,
+        )
 
 
 def wait(
+    context: typer.Context,
     run: AnyRun = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Give up after so many seconds: exit code 101.")] = None,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Wait until a run has ended, and exit with its own exit code (103 when it was stopped)."""
     from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
 
-    container = find_container(inventory, target)
-    with Shell() as shell:
-        name = run or train.newest(shell, container).id
-        found = leave_by_ctrl_c(lambda: train.wait(shell, container, name, timeout=timeout))
-    render.show(found.to_json(), as_json=as_json, people=lambda: render_runs.show_run(found))
-    raise typer.Exit(found.own_code)
+    def wait_for(at: "At[Container]") -> "Run":
+        name = run or train.newest(at.shell, at.place).id
+        return train.wait(at.shell, at.place, name, timeout=timeout)
+
+    with reach(context, inventory, target, on) as there:
+        there.serve(
+            wait_for, render_runs.show_run, as_json=as_json, code=lambda run: run.own_code, lasting=True, left=LEFT
+        )
 
 
-def follow_log(read: "Callable[[Callable[[bytes], None], Callable[[str], None]], Run]", as_json: bool = False) -> "Run":
-    """Reads a log to stdout. Ctrl-C leaves it, and the run goes on."""
-    write = JsonLines() if as_json else _log_writer()
-    found = leave_by_ctrl_c(lambda: read(write, lambda words: render.note(f"{words}; going on")))
-    if isinstance(write, JsonLines):
-        write.close()
-    return found
+# -- logs, of one run or of several at once
+
+Reader = Callable[["At[Container]", Callable[[bytes], None], Callable[[str], None]], "Run"]
+
+
+def read_logs(
+    there: There, read: Reader, places: "Mapping[str, Container | OpsError]", as_json: bool = False
+) -> "list[Outcome[Container, Run]]":
+    """Reads the runs' logs to stdout, by `read(at, on_out, on_break)`. Ctrl-C leaves them, and the runs go on."""
+
+    from dflash_ops import render_many
+
+    def show(at: "At[Container]") -> "Run":
+        label = at.name if there.many else None
+        out = JsonLines(label) if as_json else LabelledLines(label) if label is not None else _log_writer()
+        found = read(at, out, lambda words: at.note(f"{words}; going on"))
+        if isinstance(out, LogLines):
+            out.close()
+        return found
+
+    return there.gather(show, places, board=render_many.Lines(), lasting=True, left=LEFT)
+
+
+def tell_runs(
+    there: There, found: "list[Outcome[Container, Run]]", *, as_json: bool = False, verdict: bool = False
+) -> None:
+    """What comes after the logs: with --json each run or error; else the errors, and with `verdict` how each ended."""
+    from dflash_ops import render_runs
+
+    for it in found:
+        name = {"container": it.name} if there.many else {}
+        if it.error is not None:
+            render.note(f"dflash-ops: {it.name}: {it.error.line()}")
+        if as_json:
+            what = {"error": error_document(it.error)} if it.error is not None else {"run": it.result().to_json()}
+            render.show({**name, **what}, as_json=True, people=lambda: None)
+        elif verdict and it.error is None:
+            render_runs.note_verdict(it.result(), it.name if there.many else "")
+
+
+def worst_of(found: "list[Outcome[Container, Run]]", code: "Callable[[Run], int]") -> int:
+    """The worst exit code of runs and of errors."""
+    from dflash_ops import many
+
+    return many.worst([it.error.exit_code if it.error is not None else code(it.result()) for it in found])
+
+
+# Lines of several logs are written one after the other.
+_writing = threading.Lock()
+
+
+class LogLines:
+    """Takes a log's bytes and writes its whole lines; one of more than a MiB comes in pieces."""
+
+    def __init__(self, label: str | None = None) -> None:
+        self._label, self._held = label, b""
+
+    def __call__(self, data: bytes) -> None:
+        *lines, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > _LONGEST_LINE:
+            lines, self._held = [*lines, self._held], b""
+        self._print(lines)
+
+    def close(self) -> None:
+        """Writes what the log's last line has, though it lacks its end."""
+        if self._held:
+            self._print([self._held])
+            self._held = b""
+
+    def _print(self, lines: list[bytes]) -> None:
+        with _writing, render.written():
+            for line in lines:
+                self._write(line)
+            sys.stdout.flush()
+
+    def _write(self, line: bytes) -> None:
+        raise NotImplementedError
+
+
+class JsonLines(LogLines):
+    """Lines as JSON documents. One that is not UTF-8 has marks where it is not."""
+
+    def _write(self, line: bytes) -> None:
+        name = {} if self._label is None else {"container": self._label}
+        print(json.dumps({"schema_version": 1, **name, "line": line.decode("utf-8", "replace")}))
+
+
+class LabelledLines(LogLines):
+    """Lines with the container's name before them; on a terminal without what could upset it."""
+
+    def _write(self, line: bytes) -> None:
+        if not sys.stdout.isatty():
+            sys.stdout.buffer.write(f"{self._label} | ".encode() + line + b"\n")
+            return
+        from dflash_ops.render_runs import printable
+
+        sys.stdout.write(f"{self._label} | {printable(line.decode('utf-8', 'replace'))}\n")
 
 
 def leave_by_ctrl_c(read: Callable[[], T]) -> T:
@@ -165,34 +278,8 @@ def leave_by_ctrl_c(read: Callable[[], T]) -> T:
     try:
         return read()
     except KeyboardInterrupt:
-        render.note("left it; the run goes on")
+        render.note(LEFT)
         raise typer.Exit(130) from None
-
-
-class JsonLines:
-    """Writes a log's lines as JSON documents. A line that is not UTF-8 has marks where it is not; one of more than a
-    MiB comes in pieces."""
-
-    def __init__(self) -> None:
-        self._held = b""
-
-    def __call__(self, data: bytes) -> None:
-        *lines, self._held = (self._held + data).split(b"\n")
-        if len(self._held) > _LONGEST_LINE:
-            lines, self._held = [*lines, self._held], b""
-        self._write(lines)
-
-    def close(self) -> None:
-        """Writes what the log's last line has, though it lacks its end."""
-        if self._held:
-            self._write([self._held])
-            self._held = b""
-
-    def _write(self, lines: list[bytes]) -> None:
-        with render.written():
-            for line in lines:
-                print(json.dumps({"schema_version": 1, "line": line.decode("utf-8", "replace")}))
-            sys.stdout.flush()
 
 
 def _log_writer() -> Callable[[bytes], None]:

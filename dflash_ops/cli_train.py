@@ -6,23 +6,22 @@ cli.py mounts `app` as `train`. Verbs are imported when they are called.
 
 import math
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_keep, cli_runs, cli_watch, render
-from dflash_ops.cli_runs import follow_log, not_empty
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
+from dflash_ops import cli_keep, cli_runs, cli_watch
+from dflash_ops.cli_many import On, There, leave, reach
+from dflash_ops.cli_runs import not_empty
+from dflash_ops.cli_words import InventoryFile, Json, Target
 from dflash_ops.errors import ConfigError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container
+    from dflash_ops.many import At
     from dflash_ops.runs import Started
-    from dflash_ops.shell import Shell
-    from dflash_ops.train import OnWait
 
 app = typer.Typer(help="Start, watch and stop training runs in the container.", no_args_is_help=True)
 
@@ -71,6 +70,7 @@ Grace = Annotated[float, typer.Option(min=0, callback=_finite, help="Seconds for
 
 @app.command()
 def start(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The trainer's config, a TOML file.")],
     name: Annotated[str, typer.Option(help="The run's name: a-z, 0-9 and dashes.")] = "train",
     gpus: Annotated[str, typer.Option(metavar="0,1|all|none", help="GPUs, as the container numbers them.")] = "all",
@@ -94,40 +94,44 @@ def start(
     follow: Follow = False,
     wait: Wait = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Start a run, supervised in the container; a tmux session there shows it."""
     from dflash_ops import runs, train
-    from dflash_ops.shell import Shell
 
     runs.check_name(name)
     _one_document(as_json, follow)
-    container = find_container(inventory, target)
-    request = runs.StartRequest(
-        name=name,
-        config=_text(config),
-        config_name=str(config),
-        gpus=runs.parse_gpus(gpus, container),
-        settings=tuple(settings or ()),
-        env=_environment(env_file),
-        resume=resume,
-        init_from=init_from,
-        release=release,
-        client=os.uname().nodename,
-        restart=restarts,
-        stall_minutes=runs.STALL_MINUTES if stall_minutes is None else stall_minutes,
-        notify=tuple(map(runs.check_url, notify)) if notify else None,
-        share_gpus=share_gpus,
-    )
-    with Shell() as shell:
-        with _waiting() as on_wait:
-            started = train.start(shell, container, request, on_wait=on_wait)
-        _go_on(shell, container, started, follow=follow, wait=wait, as_json=as_json)
+    text, env = _text(config), _environment(env_file)
+
+    def begin(at: "At[Container]") -> "Started":
+        request = runs.StartRequest(
+            name=name,
+            config=text,
+            config_name=str(config),
+            gpus=runs.parse_gpus(gpus, at.place),
+            settings=tuple(settings or ()),
+            env=env,
+            resume=resume,
+            init_from=init_from,
+            release=release,
+            client=os.uname().nodename,
+            restart=restarts,
+            stall_minutes=runs.STALL_MINUTES if stall_minutes is None else stall_minutes,
+            notify=tuple(map(runs.check_url, notify)) if notify else None,
+            share_gpus=share_gpus,
+        )
+        return train.start(at.shell, at.place, request, on_wait=at.on_wait)
+
+    with reach(context, inventory, target, on) as there:
+        left = _goes_on("the start", "train list")
+        _begun(there, begin, left, follow=follow, wait=wait, as_json=as_json)
 
 
 @app.command()
 def restart(
+    context: typer.Context,
     run: cli_runs.AnyRun = None,
     settings: Settings = None,
     env_file: EnvFile = None,
@@ -141,6 +145,7 @@ def restart(
     follow: Follow = False,
     wait: Wait = False,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
@@ -151,43 +156,42 @@ def restart(
     from dataclasses import replace
 
     from dflash_ops import render_runs, runs, train
-    from dflash_ops.shell import Shell
     from dflash_ops.stops import Stopped
 
     _one_document(as_json, follow)
-    container = find_container(inventory, target)
     env = _environment(env_file)
 
-    def changes(request: runs.StartRequest) -> runs.StartRequest:
-        return replace(
-            request,
-            settings=tuple(settings or ()),
-            env=env,
-            release=release,
-            gpus=request.gpus if gpus is None else runs.parse_gpus(gpus, container),
-            client=os.uname().nodename,
-            restart=restarts,
-            stall_minutes=stall_minutes,
-            notify=tuple(map(runs.check_url, notify)) if notify else None,
-            share_gpus=share_gpus,
+    def again(at: "At[Container]") -> "Started":
+        def changes(request: runs.StartRequest) -> runs.StartRequest:
+            return replace(
+                request,
+                settings=tuple(settings or ()),
+                env=env,
+                release=release,
+                gpus=request.gpus if gpus is None else runs.parse_gpus(gpus, at.place),
+                client=os.uname().nodename,
+                restart=restarts,
+                stall_minutes=stall_minutes,
+                notify=tuple(map(runs.check_url, notify)) if notify else None,
+                share_gpus=share_gpus,
+            )
+
+        def on_stopped(stopped: Stopped) -> None:
+            if not as_json:
+                at.note(render_runs.stopped_line(stopped))
+
+        return train.restart(
+            at.shell, at.place, run, changes=changes, grace=grace, on_wait=at.on_wait, on_stopped=on_stopped
         )
 
-    def on_stopped(stopped: Stopped) -> None:
-        if not as_json:
-            render_runs.note_stopped(stopped)
-
-    changes(runs.StartRequest("a", None, ""))  # what can't be is said before anything is stopped
-    with Shell() as shell:
-        look = f"dflash-ops train status {run or ''}"
-        with _waiting() as on_wait, _goes_on("what was begun of the restart", look):
-            started = train.restart(
-                shell, container, run, changes=changes, grace=grace, on_wait=on_wait, on_stopped=on_stopped
-            )
-        _go_on(shell, container, started, follow=follow, wait=wait, as_json=as_json)
+    with reach(context, inventory, target, on) as there:
+        left = _goes_on("what was begun of the restart", f"train status {run or ''}")
+        _begun(there, again, left, follow=follow, wait=wait, as_json=as_json)
 
 
 @app.command()
 def stop(
+    context: typer.Context,
     run: Annotated[
         str | None,
         typer.Argument(
@@ -202,25 +206,30 @@ def stop(
     ] = None,
     grace: Grace = 60.0,
     target: Target = None,
+    on: On = None,
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
     """Stop a run: SIGTERM, grace, then every process of it, and nothing else; then its GPU memory is back."""
     from dflash_ops import render_runs, train
-    from dflash_ops.shell import Shell
 
     if run is not None and session is not None:
         raise UsageFault("a run and a session are two things", next="train stop RUN, or train stop --session NAME")
-    container = find_container(inventory, target)
-    with Shell() as shell:
+    with reach(context, inventory, target, on) as there:
         if session is not None:
-            with _waiting() as on_wait, _goes_on("the end of the session", "dflash-ops train list --all"):
-                ended = train.stop_session(shell, container, session, grace=grace, on_wait=on_wait)
-            render.show(ended.to_json(), as_json=as_json, people=lambda: render_runs.show_session_stopped(ended))
+            there.serve(
+                lambda at: train.stop_session(at.shell, at.place, session, grace=grace, on_wait=at.on_wait),
+                render_runs.show_session_stopped,
+                as_json=as_json,
+                left=_goes_on("the end of the session", "train list --all"),
+            )
         else:
-            with _waiting() as on_wait, _goes_on("the stop", f"dflash-ops train wait {run or ''}"):
-                stopped = train.stop(shell, container, run, grace=grace, on_wait=on_wait)
-            render.show(stopped.to_json(), as_json=as_json, people=lambda: render_runs.show_stopped(stopped))
+            there.serve(
+                lambda at: train.stop(at.shell, at.place, run, grace=grace, on_wait=at.on_wait),
+                render_runs.show_stopped,
+                as_json=as_json,
+                left=_goes_on("the stop", f"train wait {run or ''}"),
+            )
 
 
 app.command()(cli_runs.logs)
@@ -241,52 +250,59 @@ def _one_document(as_json: bool, follow: bool) -> None:
         raise UsageFault("--json prints one document, --follow a log", next="train start --json, then train logs -f")
 
 
-def _go_on(
-    shell: "Shell", container: "Container", started: "Started", *, follow: bool, wait: bool, as_json: bool
+def _begun(
+    there: There,
+    begin: "Callable[[At[Container]], Started]",
+    left: str,
+    *,
+    follow: bool,
+    wait: bool,
+    as_json: bool,
 ) -> None:
-    """What a start shows, then follows or waits for; ends with the run's exit code if it does."""
+    """Starts runs and shows them, then follows or waits for them; ends with the runs' exit code if it does."""
     from dataclasses import replace
 
-    from dflash_ops import render_runs, train
+    from dflash_ops import many, render_runs, train
 
-    if not (as_json and wait):
-        render.show(started.to_json(), as_json=as_json, people=lambda: render_runs.show_started(started))
-    if not follow and not wait:
-        return
-    run_id = started.run.id
-    if follow:
-        ended = follow_log(
-            lambda out, note: train.logs(shell, container, run_id, on_out=out, follow=True, on_break=note)
+    def whole(at: "At[Container]") -> "Started":
+        started = begin(at)
+        return replace(started, run=train.wait(at.shell, at.place, started.run.id))
+
+    if as_json and wait:
+        there.serve(
+            whole,
+            render_runs.show_started,
+            as_json=True,
+            code=lambda done: done.run.own_code,
+            lasting=True,
+            left=cli_runs.LEFT,
         )
-    else:
-        ended = cli_runs.leave_by_ctrl_c(lambda: train.wait(shell, container, run_id))
-    if as_json:
-        render.show(replace(started, run=ended).to_json(), as_json=True, people=lambda: None)
-    else:
-        render_runs.note_verdict(ended)
-    raise typer.Exit(ended.own_code if wait else ended.exit_code)
+        return
+    started = there.gather(begin, there.containers, quiet=as_json, left=left)
+    code = there.tell(started, render_runs.show_started, as_json=as_json)
+    ids = {it.name: it.value.run.id for it in started if it.value is not None}
+    alive = {name: place for name, place in there.containers.items() if name in ids}
+    if (follow or wait) and alive:
+        if follow:
+            ended = cli_runs.read_logs(
+                there,
+                lambda at, out, note: train.logs(
+                    at.shell, at.place, ids[at.name], on_out=out, follow=True, on_break=note
+                ),
+                alive,
+            )
+        else:
+            ended = there.gather(
+                lambda at: train.wait(at.shell, at.place, ids[at.name]), alive, lasting=True, left=cli_runs.LEFT
+            )
+        cli_runs.tell_runs(there, ended, verdict=True)
+        code = many.worst([code, cli_runs.worst_of(ended, lambda run: run.own_code if wait else run.exit_code)])
+    leave(code)
 
 
-@contextmanager
-def _goes_on(what: str, next: str) -> Generator[None, None, None]:
+def _goes_on(what: str, look: str) -> str:
     """Ctrl-C leaves what the container does; it does not undo it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        render.note(f"{what} goes on in the container: {next.strip()}")
-        raise typer.Exit(130) from None
-
-
-@contextmanager
-def _waiting() -> "Generator[OnWait, None, None]":
-    """Shows what is waited for as a countdown, on a terminal."""
-    from dflash_ops.render_runs import Countdown
-
-    shown = Countdown()
-    try:
-        yield shown
-    finally:
-        shown.close()
+    return f"{what} goes on in the container: dflash-ops {look.strip()}"
 
 
 def _environment(file: Path | None) -> str | None:

@@ -10,6 +10,7 @@ block runs. A plain `Progress()` says nothing: verbs take it as their default.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
@@ -49,8 +50,23 @@ class Lines(Progress):
 class Terminal(Lines):
     """A line for each step, a bar for bytes."""
 
-    def __init__(self, bars: "Bars") -> None:
-        self._bars = bars
+    @functools.cached_property
+    def _bars(self) -> "Bars":
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+
+        return Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def step(self, text: str) -> None:
         self._bars.console.print(render.clean(text), markup=False, highlight=False, soft_wrap=True)
@@ -68,23 +84,27 @@ class Terminal(Lines):
             self._bars.remove_task(task)
 
 
+class Countdown:
+    """Called with what is waited for and the seconds left: one line on a terminal's stderr, elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, doing: str, left: int) -> None:
+        if sys.stderr.isatty():
+            self._shown = True
+            sys.stderr.write(f"\r\x1b[K{render.clean(doing)} ({left} s)")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Takes the line away."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
 def shown(*, debug: bool = False) -> Progress:
     """The progress of this process: bars on a terminal, plain steps with --debug elsewhere, else nothing."""
-    if not sys.stderr.isatty():
-        return Lines() if debug else Progress()
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
-
-    bars = Bars(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    return Terminal(bars)
+    if sys.stderr.isatty():
+        return Terminal()
+    return Lines() if debug else Progress()

@@ -37,7 +37,8 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """A line on stderr: progress, hints, warnings."""
-    print(clean(text), file=sys.stderr, flush=True)
+    sys.stderr.write(clean(text) + "\n")  # in one piece: several threads may have something to say
+    sys.stderr.flush()
 
 
 def table(
@@ -113,6 +114,11 @@ def size(count: int | None) -> str:
         amount /= 1024
         units.pop(0)
     return f"{amount:.1f} {units[0]}"
+
+
+def count(number: int, thing: str) -> str:
+    """So many of a thing: 1 file, 2 files."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def clean(text: str) -> str:

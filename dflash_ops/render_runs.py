@@ -1,7 +1,6 @@
 """Runs for people. Values come from runs.py and stops.py; nothing is asked here."""
 
 import re
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -71,25 +70,6 @@ def _most_telling(processes: Sequence[HandProcess]) -> str | None:
     return short(ranked[-1].command) if ranked else None
 
 
-class Countdown:
-    """Called with what is waited for and the seconds left: one line on a terminal's stderr, elsewhere nothing."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __call__(self, doing: str, left: int) -> None:
-        if sys.stderr.isatty():
-            self._shown = True
-            sys.stderr.write(f"\r\x1b[K{render.clean(doing)} ({left} s)")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        """Takes the line away."""
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
 def show_started(started: Started) -> None:
     for words in started.notes:
         render.note(words)
@@ -118,9 +98,9 @@ def show_stopped(stopped: Stopped) -> None:
         render.say(f"  newest checkpoint {stopped.run.checkpoints[-1]}; go on: --resume {stopped.run.id}")
 
 
-def note_stopped(stopped: Stopped) -> None:
+def stopped_line(stopped: Stopped) -> str:
     """The end of a run that is started again at once."""
-    render.note(f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s)")
+    return f"{stopped.run.verdict()}, nothing of it is left ({stopped.seconds:.1f} s)"
 
 
 def _show_spared(spared: Sequence[RunProcess], why: str) -> None:
@@ -165,9 +145,9 @@ def show_run(run: Run) -> None:
             render.say(f"  | {line}")
 
 
-def note_verdict(run: Run) -> None:
-    """How a followed run ended, on stderr: stdout is its log's."""
-    render.note(run.verdict())
+def note_verdict(run: Run, container: str = "") -> None:
+    """How a followed run ended, on stderr: stdout is its log's. container: told when there are several."""
+    render.note(f"{container}: {run.verdict()}" if container else run.verdict())
     if run.checkpoints and run.state in (RunState.STOPPED, RunState.FAILED, RunState.LOST):
         render.note(f"  newest checkpoint {run.checkpoints[-1]}; go on: --resume {run.id}")
 

@@ -1,8 +1,8 @@
-"""gpu_status: one question to the host and one to each of its containers, side by side; several hosts too."""
+"""gpu_status: one question to the host and one to each of its containers, side by side."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dflash_ops import gpu_join, gpus
@@ -11,14 +11,6 @@ from dflash_ops.errors import OpsError
 from dflash_ops.shell import Shell
 
 _SECONDS = gpus.SMI_SECONDS + 5.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a host of several answered: its status, or why there is none (then the status has only that problem)."""
-
-    status: gpus.GpuStatus
-    error: OpsError | None = None
 
 
 def gpu_status(
@@ -40,21 +32,6 @@ def gpu_status(
     status = gpu_join.join(str(host), view.result(), insides, own.vmid if own else None)
     problems = dict.fromkeys(str(it) for _, it in answers if isinstance(it, OpsError))
     return replace(status, problems=(*status.problems, *problems))
-
-
-def every_host(shell: Shell, containers: Sequence[Container], own: Container | None = None) -> list[Answer]:
-    """The status of each host of these containers, all asked at once; in the order in which they come."""
-    hosts = list(dict.fromkeys(container.host for container in containers))
-    shell.load()
-
-    def ask(host: Host) -> Answer:
-        try:
-            return Answer(gpu_status(shell, host, containers, own if own and own.host == host else None))
-        except OpsError as error:
-            return Answer(gpus.GpuStatus(str(host), (), (), (str(error),)), error)
-
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        return list(pool.map(ask, hosts))
 
 
 def _ask(shell: Shell, container: Container) -> dict[str, Any] | OpsError:

@@ -103,7 +103,7 @@ def test_rm_wants_a_yes(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.isatty", lambda descriptor: True)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n"))
     with pytest.raises(CancelledError, match="nothing was removed"):
-        cli_keep._ask([keeping.Removed("a", 10, 2)])
+        cli_keep._ask({"": [keeping.Removed("a", 10, 2)]})
 
 
 def test_attach_is_the_real_window_in_size_and_colours(place: Container, cli: Cli, shell: Shell) -> None:

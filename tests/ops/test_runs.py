@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dflash_ops import cli_runs, cli_train, render_runs, runs, train
+from dflash_ops import cli_many, cli_train, render_runs, runs, train
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import answers, rundir
 from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.shell import Shell
 
 BOX = Container(Host("lab", "lab"), 200, gpus=(3, 1))
 STATUS = {"state": "training", "step": 7, "total_steps": 10, "updated_at": "2026-11-29T12:00:00Z"}
@@ -304,13 +305,14 @@ def test_ctrl_c_says_what_goes_on(words: list[str], says: str, monkeypatch: pyte
     def leave(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    def place(*_: object) -> Container:
-        return BOX
+    class Book:
+        def container(self, _: object) -> Container:
+            return BOX
 
     for name in ("stop", "stop_session", "restart", "wait"):
         monkeypatch.setattr(train, name, leave)
-    for module in (cli_train, cli_runs):
-        monkeypatch.setattr(module, "find_container", place)
+    monkeypatch.setattr(cli_many, "load_inventory", lambda _: Book())
+    monkeypatch.setattr(Shell, "begin", lambda *_: None)
     done = CliRunner().invoke(cli_train.app, words)
     assert done.exit_code == 130 and done.stderr.endswith(says), done.output
 

@@ -9,7 +9,7 @@ import stand_in
 from conftest import Box, Cli, write_inventory
 from stand_in import retry_until
 
-from dflash_ops import deploy, render_runs, source, stops, train
+from dflash_ops import deploy, progress, render_runs, source, stops, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, NotFoundError, OpsError
 from dflash_ops.runs import RunProcess, StartRequest
@@ -188,12 +188,12 @@ def test_what_is_left_is_an_error_that_names_it(
 
 
 def test_the_countdown_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet = render_runs.Countdown()
+    quiet = progress.Countdown()
     quiet("it saves", 5)
     quiet.close()
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(render_runs.sys.stderr, "isatty", lambda: True, raising=False)
-    shown = render_runs.Countdown()
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    shown = progress.Countdown()
     shown("it saves\x1b", 5)
     shown.close()
     assert capsys.readouterr().err == "\r\x1b[Kit saves\\x1b (5 s)\r\x1b[K"
