@@ -138,7 +138,10 @@ class Proxmox:
             time.sleep(min(_POLL_SECONDS, max(0.05, waited / 5)))
 
     def _status(self, upid: Upid) -> dict[str, Any]:
-        return self.get("nodes", upid.node, "tasks", upid.text, "status")
+        answer = self.get(*(path := ("nodes", upid.node, "tasks", upid.text, "status")))
+        if not isinstance(answer, dict):
+            raise proxmox_faults.not_the_api(self.asked, _call("get", path, {}), f"no status: {answer!r:.100}")
+        return answer  # pyright: ignore[reportUnknownVariableType]
 
     def _log(self, upid: Upid, after: int) -> list[str]:
         """The lines after the first so many."""

@@ -105,9 +105,10 @@ def pvesh_refused(asked: Asked, call: Call, code: int, err: str) -> OpsError:
         return _dead_node(asked, call, "; ".join(lines[-2:]))
     said = [line for line in lines if not re.match(r"(USAGE|pvesh\s+\w+\s|perl: warning|\s+LANG|\s+LC_)", line)]
     first = next((line for line in said if re.match(r"\d{3} ", line)), None)
-    status, message = (int(first[:3]), first[4:]) if first else (500, said[-1] if said else last)
-    if status == 400 and first is not None:
-        message = "; ".join([message, *said[said.index(first) + 1 :]])
+    if first is None:
+        return refused(asked, call, 500, said[-1] if said else last)
+    others = [line for line in said if line is not first] if first.startswith("400 ") else []
+    status, message = int(first[:3]), "; ".join([first[4:], *others])
     return refused(asked, call, status, message)
 
 
