@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from dflash_ops.sandbox import attach, containers, layout, pct_snapshots, tasks, transfer
+from dflash_ops.sandbox import attach, containers, layout, pct_snapshots, transfer
 from dflash_ops.sandbox.perl import Failure, say, take_time, through_perl
 from dflash_ops.sandbox.processes import ProcessId
 
@@ -188,6 +188,8 @@ def _of_running(call: Call) -> dict[str, str]:
 
 def _task(kind: str, call: Call, config: dict[str, str], work: Callable[[], None]) -> int:
     """Do it as a task in the foreground; a lock that the config names is seen before there is one."""
+    from dflash_ops.sandbox import tasks
+
     if "lock" in config:
         raise Failure(f"CT is locked ({config['lock']})")
     with tasks.foreground(kind, call.vmid):
@@ -252,4 +254,5 @@ _COMMANDS: dict[str, tuple[Callable[[Call], int], dict[str, bool], int]] = {
     "start": (_start, {"skiplock": False}, 1),
     "status": (_status, {"verbose": False}, 1),
     "stop": (_stop, {"skiplock": False}, 1),
+    "unlock": (pct_snapshots.unlock, {}, 1),
 }

@@ -1,4 +1,5 @@
-"""`pct snapshot|listsnapshot|rollback|delsnapshot|migrate`: the API's own calls, made by root in the foreground."""
+"""`pct snapshot|listsnapshot|rollback|delsnapshot|migrate|unlock`: mostly the API's own calls, made by root in the
+foreground."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,17 @@ def migrate(call: "Call") -> int:
     """`pct migrate ID NODE [--restart]`"""
     switches = {name: call.options[name] for name in ("restart", "online") if name in call.options}
     return _ask(call, "POST", "/migrate", {"target": _word(call), **switches})
+
+
+def unlock(call: "Call") -> int:
+    """`pct unlock ID`: forget what a broken task left."""
+    from dflash_ops.sandbox.snapshots import Config
+
+    call.config(255)
+    config = Config.read(call.vmid)
+    config.put("lock", None)
+    config.write(call.vmid)
+    return 0
 
 
 def show(call: "Call") -> int:

@@ -19,6 +19,7 @@ from dflash_ops.sandbox import cgroups, containers, layout
 from dflash_ops.sandbox.perl import Failure
 from dflash_ops.sandbox.tasks import say
 
+_FREEZE_SECONDS = 5.0
 Pairs = list[tuple[str, str]]
 
 
@@ -148,9 +149,13 @@ def _lock_noted(vmid: int, config: Config, word: str) -> Generator[None]:
 @contextlib.contextmanager
 def _frozen(vmid: int) -> Generator[None]:
     """No process of the container runs meanwhile, where there is a cgroup to stop them by."""
-    switch = cgroups.container_group(vmid) / "cgroup.freeze"
+    group = cgroups.container_group(vmid)
+    switch = group / "cgroup.freeze"
     with contextlib.suppress(OSError):
         switch.write_text("1")
+        deadline = time.monotonic() + _FREEZE_SECONDS
+        while "frozen 1" not in (group / "cgroup.events").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
     try:
         yield
     finally:
@@ -183,7 +188,10 @@ def _copy(source: Path, target: Path) -> None:
         env={**os.environ, "LC_ALL": "C"},
         capture_output=True,
     )
-    if done.returncode:
+    complaints = done.stderr.decode(errors="replace").split("\n")
+    # Where the container could not be frozen, a file may go while we come to it.
+    complaints = [line for line in complaints if line and not line.endswith(": No such file or directory")]
+    if complaints:
         if target.is_relative_to(layout.SNAPSHOTS):
             shutil.rmtree(target, ignore_errors=True)
-        raise Failure(done.stderr.decode(errors="replace").strip().split("\n")[0] or "cp failed")
+        raise Failure(complaints[0])

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import containers, kernel, layout, tasks
+from dflash_ops.sandbox import containers, kernel, layout
 from dflash_ops.sandbox.perl import Failure, locked, say
 
 PUSH_FAULT = layout.SUPPORT / "push-fault"
@@ -19,6 +19,8 @@ PUSH_FAULT = layout.SUPPORT / "push-fault"
 def copy(vmid: int, source: bytes, destination: bytes, options: dict[str, str], *, into: bool) -> int:
     """Copy a file into the container or out of it. The exit code is 0 whatever becomes of it, once the container runs
     and its lock is ours."""
+    from dflash_ops.sandbox import tasks  # only here: it costs every other pct call its loading
+
     if containers.init_of(vmid) is None:
         # Also for a container that does not exist.
         raise Failure(f"can only {'push files to' if into else 'pull files from'} a running CT")

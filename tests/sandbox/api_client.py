@@ -16,6 +16,7 @@ from dflash_ops.sandbox.faults import set_faults
 from dflash_ops.sandbox.state import SandboxState
 
 BOT = "bot@pve!dflash"
+FORM = "application/x-www-form-urlencoded"
 
 
 def secret(state: SandboxState, token: str) -> str:
@@ -50,10 +51,12 @@ class Raw:
         return json.loads(self.body)
 
 
-def raw(state: SandboxState, method: str, path: str, token: str | None = BOT, body: str | None = None) -> Raw:
+def raw(
+    state: SandboxState, method: str, path: str, token: str | None = BOT, body: str | None = None, kind: str = FORM
+) -> Raw:
     headers = {} if token is None else {"Authorization": f"PVEAPIToken={token}={secret(state, token)}"}
     if body is not None:
-        headers["Content-Type"] = "application/x-www-form-urlencoded"
+        headers["Content-Type"] = kind
     context = ssl.create_default_context(cafile=state.api_ca)
     connection = HTTPSConnection("127.0.0.1", state.api_port, context=context, timeout=20)
     try:
