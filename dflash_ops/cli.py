@@ -7,16 +7,13 @@ import contextlib
 import gc
 import getpass
 import os
-import signal
 import sys
-from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_data, cli_deploy, cli_env, cli_gpu, cli_train, render
-from dflash_ops.cli_words import InventoryFile, Target, find_container
-from dflash_ops.errors import OpsError, UsageFault
+from dflash_ops import cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_train, render
+from dflash_ops.errors import OpsError
 from dflash_ops.sandbox import cli as sandbox_cli
 
 app = typer.Typer(
@@ -38,6 +35,8 @@ app.command("get")(cli_data.get)
 app.command("gpu-status")(cli_gpu.gpu_status)
 app.add_typer(cli_gpu.app, name="gpu")
 app.command()(cli_gpu.doctor)
+app.command("exec", context_settings={"allow_interspersed_args": False})(cli_exec.run)
+app.command()(cli_exec.shell)
 app.add_typer(sandbox_cli.app, name="sandbox")
 
 
@@ -47,64 +46,6 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and each step on stderr.")] = False,
 ) -> None:
     context.obj = debug
-
-
-# -- verbs
-
-
-@app.command("exec", context_settings={"allow_interspersed_args": False})
-def run(
-    words: Annotated[list[str], typer.Argument(metavar="-- CMD [WORD]...", help="The program and its words.")],
-    target: Target = None,
-    inventory: InventoryFile = None,
-    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds of silence.")] = None,
-) -> None:
-    """Run a command in the container, in the current release: words, input, output and exit code pass as they are.
-
-    On a terminal the command gets one too: `exec -- bash` is a shell there.
-    """
-    from dflash_ops.command import Command
-    from dflash_ops.shell import Shell
-
-    if not words[0]:
-        raise UsageFault("the command is an empty word", next="exec -- CMD")
-    if timeout is not None and not timeout > 0:  # nan is not either
-        raise UsageFault("no time to wait", where=f"--timeout {timeout:g}", next="give a number above 0")
-    container = find_container(inventory, target)
-    command = Command((*_IN_CURRENT_RELEASE, f"{container.path}/current", *words))
-    with Shell() as shell:
-        if os.isatty(0) and os.isatty(1):
-            code = shell.interactive(container, command)
-        else:
-            code = shell.stream(container, command, on_out=_writer(1), on_err=_writer(2), stdin=0, timeout=timeout)
-    raise typer.Exit(code)
-
-
-# There `python -m trainer` is the deployed one, by the Python of the current environment, when one was made. Before the
-# first deploy there is no such folder, and that is no error.
-_IN_CURRENT_RELEASE = (
-    "sh",
-    "-c",
-    'env="${1%/*}/env/current"; [ -x "$env/bin/python" ] && PATH="$(readlink -f "$env")/bin:$PATH"; '
-    'cd "$1" 2>/dev/null; shift; exec "$@"',
-    "exec",
-)
-
-
-def _writer(descriptor: int) -> Callable[[bytes], None]:
-    def write(data: bytes) -> None:
-        view = memoryview(data)
-        try:
-            with render.written(descriptor):
-                while view:
-                    view = view[os.write(descriptor, view) :]
-        except BrokenPipeError:  # `| head`: as a program that SIGPIPE ends
-            raise typer.Exit(128 + signal.SIGPIPE) from None
-
-    return write
-
-
-# -- shared by all verbs
 
 
 def main() -> NoReturn:

@@ -1,8 +1,10 @@
-"""Tells what lxc-attach and pct say when they can't enter a container from what its programs say. Pure."""
+"""Tells what lxc-attach and pct say when they can't enter a container from what its programs say, and why they can't.
+Pure."""
 
 from collections.abc import Callable
 
-from dflash_ops.command import Result
+from dflash_ops.command import Command, Container, Result
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError
 
 
 class Gate:
@@ -45,3 +47,44 @@ def never_entered(result: Result) -> bool:
     if result.code == 127:
         return b"pct" in result.err
     return result.code in (2, 255) and (b"not running!" in result.err or b"does not exist" in result.err)
+
+
+def not_entered(container: Container, status: Result) -> OpsError | None:
+    """Why a container can't be entered, by what `pct status` says of it; None when it does not say."""
+    host, vmid = container.host, container.vmid
+    if status.code == 0 and b"stopped" in status.out:
+        return PreflightError(f"container {vmid} is stopped", where=str(host), next=f"on the host: pct start {vmid}")
+    if status.code == 127:
+        return PreflightError(
+            "the host has no pct", where=str(host), why=status.last_words, next="check that it is a Proxmox VE host"
+        )
+    return None
+
+
+def no_config(status: Result) -> bool:
+    """Whether `pct status` knows no such container on its node."""
+    return b"does not exist" in status.err
+
+
+def node_command(vmid: int) -> Command:
+    """Lists the container's configuration on every node of a cluster: after a migration it is on another."""
+    return Command(("sh", "-c", f"ls -d /etc/pve/nodes/*/lxc/{vmid}.conf"), root=True)
+
+
+def no_container(container: Container, status: Result, listed: Result) -> NotFoundError:
+    """That the host's node has no such container. listed: the answer to `node_command`."""
+    where, vmid = str(container.host), container.vmid
+    if files := listed.out.decode("utf-8", "replace").split():
+        node = files[0].split("/")[4]
+        return NotFoundError(
+            f"container {vmid} is on another node of the cluster",
+            where=where,
+            why=f"it is on {node} now",
+            next=f"change its `host` in the inventory to one that is {node}",
+        )
+    return NotFoundError(
+        f"there is no container {vmid}",
+        where=where,
+        why=status.last_words,
+        next="on the host: pct list; then correct `vmid` in the inventory",
+    )

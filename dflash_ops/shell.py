@@ -12,7 +12,6 @@ stopped waiting, not that it has ended.
 import contextlib
 import os
 import secrets
-import shlex
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -25,8 +24,9 @@ from dflash_ops.command import Command, Container, Host, Local, Place, Query, Re
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
 from dflash_ops.framing import START_SECONDS, Framed
-from dflash_ops.gate import Gate, never_entered
+from dflash_ops.gate import Gate, never_entered, no_config, no_container, node_command, not_entered
 from dflash_ops.local_process import LocalProcess, on_terminal
+from dflash_ops.upload import cat_command, not_sent, over_sftp, room_command, through_cat
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -47,6 +47,7 @@ class _Known:
     link: "Link | None" = None
     coming: "Future[Link] | None" = None
     has_lxc_attach: bool | None = None
+    without_sftp: bool = False
     rights: sudo.Rights | None = None
     asking: threading.Lock = field(default_factory=threading.Lock)  # for the rights, one at a time
 
@@ -80,7 +81,7 @@ class Shell:
     @staticmethod
     def load() -> None:
         """Loads the SSH library. For whoever connects in a thread: Python's threads would only take turns at it."""
-        import dflash_ops.ssh  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import dflash_ops.ssh_link  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     def begin(self, host: Host) -> None:
         """Begins to connect in a thread. Whoever needs the connection next waits for it, or hears why there is none."""
@@ -217,43 +218,25 @@ class Shell:
     def send(
         self, host: Host, source: bytes | BinaryIO, remote_path: str, *, on_sent: Callable[[int], None] | None = None
     ) -> int:
-        """Writes a file on the host over SFTP, checks its size, and gives it. source: all of an open file, or bytes.
-        on_sent: hears how many more bytes have left. A full disk raises PreflightError."""
+        """Writes a file on the host, over SFTP where it has that, checks its size, and gives it. source: all of an open
+        file, or bytes. on_sent: hears how many more bytes have left. A full disk raises PreflightError."""
+        from dflash_ops.ssh import NoSftpError
+
         file = BytesIO(source) if isinstance(source, bytes) else source
         wanted = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        why, got, left = "", None, 0
-
-        def count(sent: int, _: int) -> None:
-            nonlocal left
-            if on_sent is not None:
-                on_sent(sent - left)
-            left = sent
-
-        with self._link(host).sftp() as sftp:
+        known = self._known(host)
+        got, why = None, ""
+        if not known.without_sftp:
             try:
-                # Its own check of the size is all that tells of a full disk: the writes are not waited for.
-                got = sftp.putfo(file, remote_path, wanted, count).st_size
-            except OSError as error:
-                why = str(error)
+                got, why = over_sftp(self._link(host), file, remote_path, wanted, on_sent)
+            except NoSftpError:
+                known.without_sftp = True
+        if known.without_sftp:
+            with self.converse(host, cat_command(remote_path)) as talk:
+                got, why = through_cat(talk, file, on_sent)
         if got != wanted:
-            raise self._not_sent(host, remote_path, wanted, why)
+            raise not_sent(host, remote_path, wanted, why, self.run(host, room_command(remote_path)))
         return wanted
-
-    def _not_sent(self, host: Host, remote_path: str, wanted: int, why: str) -> OpsError:
-        """SFTP says no more than "Failure"; df tells whether that was a full disk."""
-        folder = remote_path.rpartition("/")[0] or "/"
-        asked = self.run(host, Command(("df", "-B1", "--output=avail,target", "--", folder)))
-        free, _, mount = asked.out.strip().rpartition(b"\n")[2].strip().partition(b" ")
-        if free.isdigit() and int(free) < wanted:
-            return PreflightError(
-                "the host's disk is full",
-                where=f"{host}:{folder}",
-                why=f"{wanted} bytes to send, {int(free)} left",
-                # The folder itself is gone by then.
-                next=f"free some space on the host: df -h {shlex.quote(os.fsdecode(mount))}",
-            )
-        return OpsError("the upload failed", where=f"{host}:{remote_path}", why=why)
 
     # -- containers
 
@@ -261,21 +244,10 @@ class Shell:
         """Why a command for a container failed: asks `pct status`, which tells stopped from missing."""
         host, vmid = container.host, container.vmid
         status = self.run(host, pct("status", str(vmid)), timeout=_ASIDE_SECONDS)
-        if status.code == 0 and b"stopped" in status.out:
-            return PreflightError(
-                f"container {vmid} is stopped", where=str(host), next=f"on the host: pct start {vmid}"
-            )
-        if b"does not exist" in status.err:
-            return NotFoundError(
-                f"there is no container {vmid}",
-                where=str(host),
-                why=status.last_words,
-                next="on the host: pct list; then correct `vmid` in the inventory",
-            )
-        if status.code == 127:
-            return PreflightError(
-                "the host has no pct", where=str(host), why=status.last_words, next="check that it is a Proxmox VE host"
-            )
+        if (error := not_entered(container, status)) is not None:
+            return error
+        if no_config(status):
+            return no_container(container, status, self.run(host, node_command(vmid), timeout=_ASIDE_SECONDS))
         rights = self._known(host).rights
         if rights is not None and not (rights.sudo.everything or rights.sudo.pct):
             return sudo.pct_refused(container, rights)
@@ -317,7 +289,7 @@ class Shell:
 
     def _rights(self, host: Host) -> sudo.Rights | None:
         """What sudo lets the login user do, asked once; None for root."""
-        user = getattr(self._link(host), "user", "root")
+        user = self._link(host).user
         if user == "root":
             return None
         known = self._known(host)

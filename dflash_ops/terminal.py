@@ -62,7 +62,7 @@ def _raw(keys: int) -> Generator[None, None, None]:
         return
     before = termios.tcgetattr(keys)
     try:
-        tty.setraw(keys)
+        tty.setraw(keys, termios.TCSADRAIN)  # what was typed meanwhile stays
         yield
     finally:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)

@@ -1,0 +1,121 @@
+"""exec as somebody, and shell: on a real terminal, in the container, with what the trainer sees."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from conftest import Box, Cli, write_inventory
+
+from dflash_ops.command import Command
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+WHO = ("sh", "-c", 'echo $(id -un) $(id -gn) $(id -G) "$HOME" "$USER" "$LOGNAME"; exit 7')
+
+
+def test_exec_as_another_user(box: Box, cli: Cli, shell: Shell) -> None:
+    """With that user's groups and home, the words and the exit code as they are; root stays root."""
+    line = (
+        "id daemon >/dev/null && printf 'two:x:4242:daemon\\n' >> /etc/group"  # a group that has the user as a member
+    )
+    shell.run(box.container, Command(("sh", "-c", line)), check=True)
+    done = cli("exec", "--user", "daemon", "--", *WHO)
+    words = done.stdout.decode().split()
+    assert (done.returncode, words[:2], words[-3:]) == (7, ["daemon", "daemon"], ["/usr/sbin", "daemon", "daemon"])
+    assert "4242" in words and "0" not in words
+    assert cli("exec", "--user", "root", "--", *WHO).stdout.split()[:2] == [b"root", b"root"]
+    assert cli("exec", "--user", "daemon", "--", "printf", "[%s]", "$(id)", "", b"\xff").stdout == b"[$(id)][][\xff]"
+    killed = cli("exec", "--user", "daemon", "--", "sh", "-c", "kill -9 $$")
+    assert (killed.returncode, killed.stderr) == (137, b"")
+
+
+def test_who_runs_the_trainer_runs_exec_unless_told_otherwise(tmp_path: Path, sandbox: SandboxState) -> None:
+    cli = Cli(write_inventory(tmp_path, sandbox.name, more='user = "daemon"\n'))
+    assert cli("exec", "--", "id", "-un").stdout == b"daemon\n"
+    assert cli("exec", "--user", "root", "--", "id", "-un").stdout == b"root\n"
+
+
+def test_a_user_that_the_container_does_not_have(cli: Cli) -> None:
+    done = cli("exec", "--user", "no-such-user", "--", "true")
+    assert (done.returncode, done.stderr) == (8, b"dflash-ops: the container has no user no-such-user\n")
+
+
+def test_a_shell_needs_a_terminal(cli: Cli) -> None:
+    done = cli("shell")
+    assert done.returncode == 2 and b"needs a terminal. Next: dflash-ops exec -- bash" in done.stderr
+
+
+class Person:
+    """Somebody before a terminal of 24 x 80."""
+
+    def __init__(self, cli: Cli, *words: str) -> None:
+        self.heard = bytearray()
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.execvpe(sys.executable, [os.fsencode(word) for word in cli.words(*words)], cli.environment())
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+
+    def hear(self, words: bytes) -> bytes:
+        """Reads until it has heard them; everything up to them."""
+        while words not in self.heard:
+            assert select.select([self.terminal], [], [], 30)[0], bytes(self.heard)
+            self.heard += os.read(self.terminal, 1000)
+        before, _, rest = bytes(self.heard).partition(words)
+        self.heard = bytearray(rest)
+        return before
+
+    def type(self, line: str) -> None:
+        os.write(self.terminal, f"{line}\n".encode())
+
+    def code(self) -> int:
+        """Its exit code; the rest of what it says is thrown away."""
+        try:
+            while os.read(self.terminal, 1000):
+                pass
+        except OSError:  # EIO: the other side is closed
+            pass
+        os.close(self.terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.parametrize("profile", ["", "export PATH=/bin MINE=yes; cd /"])
+def test_a_shell(box: Box, cli: Cli, shell: Shell, profile: str) -> None:
+    """In the current release, with the environment's Python first whatever a profile does; its code is ours."""
+    at = box.container.path
+    line = (
+        f"mkdir -p {at}/releases/r {at}/env/e/bin && ln -sfn releases/r {at}/current && ln -sfn e {at}/env/current && "
+        f'cp /bin/true {at}/env/e/bin/python && printf "%s\\n" "$1" > /root/.profile'
+    )
+    shell.run(box.container, Command(("sh", "-c", line, "sh", profile)), check=True)
+    try:
+        person = Person(cli, "shell")
+        person.hear(b"# ")
+        person.type(
+            'echo "<$PWD>" "<$(command -v python)>" "<$HOME>" "<$LANG>" "<$TERM>" "<$SHELL>" "<$MINE>" go$((1+1))'
+        )
+        said = person.hear(b"go2\r\n").rpartition(b"\n")[2].decode()
+        where, python, home, lang, term, program, mine = re.findall("<(.*?)>", said)
+        assert (where, python) == (f"{at}/current", f"{at}/env/e/bin/python")
+        assert (home, lang, program, mine) == ("/root", "C.UTF-8", "/bin/bash", "yes" if profile else "")
+        assert term == os.environ.get("TERM", "xterm-256color")
+        person.type("exit 7")
+        assert person.code() == 7
+    finally:
+        shell.run(box.container, Command(("rm", "/root/.profile")))
+
+
+def test_a_shell_as_another_user(cli: Cli) -> None:
+    """Whose own shell is nologin: then it is bash."""
+    person = Person(cli, "shell", "--user", "daemon")
+    person.hear(b"$ ")
+    person.type("echo $(id -un) $SHELL go$((1+1))")
+    assert person.hear(b"go2\r\n").rpartition(b"\n")[2].endswith(b"daemon /usr/bin/bash ")
+    person.type("exit 3")
+    assert person.code() == 3
