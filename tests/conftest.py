@@ -68,7 +68,15 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, _users_folders: dict[str, Pat
     """No setting of the person who runs the tests reaches them, and nothing is left in that person's folders."""
     for variable, folder in _users_folders.items():
         monkeypatch.setenv(variable, str(folder))
-    for name in ("DFLASH_OPS_INVENTORY", "DFLASH_OPS_SANDBOX", "DFLASH_OPS_TARGET", "DFLASH_SHARED", "SSH_AUTH_SOCK"):
+    for name in (
+        "DFLASH_OPS_INVENTORY",
+        "DFLASH_OPS_SANDBOX",
+        "DFLASH_OPS_TARGET",
+        "DFLASH_SHARED",
+        "SSH_AUTH_SOCK",
+        "DFLASH_OPS_SSH_CONFIG",
+        "DFLASH_OPS_PVE_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
