@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_train, render
+from dflash_ops import cli_ct, cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_train, render
 from dflash_ops.errors import OpsError
 from dflash_ops.sandbox import cli as sandbox_cli
 
@@ -37,6 +37,7 @@ app.add_typer(cli_gpu.app, name="gpu")
 app.command()(cli_gpu.doctor)
 app.command("exec", context_settings={"allow_interspersed_args": False})(cli_exec.run)
 app.command()(cli_exec.shell)
+app.add_typer(cli_ct.app, name="ct")
 app.add_typer(sandbox_cli.app, name="sandbox")
 
 
