@@ -1,19 +1,31 @@
 """`dflash-ops sandbox up|down|status|demo`: thin; mounted by the main command line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dflash_ops import sandbox
-from dflash_ops.errors import NotFoundError, UsageFault
+from dflash_ops.errors import NotFoundError, PreflightError, UsageFault
 from dflash_ops.sandbox.state import SandboxState
 
 app = typer.Typer(help="A Proxmox look-alike on this machine, for the demo and the tests.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Option("--name", help="Which sandbox, when there are several.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+@app.callback()
+def on_linux_only() -> None:
+    """It is made of Linux's namespaces."""
+    if sys.platform != "linux":
+        raise PreflightError(
+            "the sandbox needs Linux",
+            why="it is made of Linux's namespaces",
+            next="run it on a Debian machine, or in a virtual one",
+        )
 
 
 @app.command()

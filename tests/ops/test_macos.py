@@ -1,0 +1,136 @@
+"""dflash-ops on a Mac: the whole client in a Python that lacks what only Linux has (as_mac.py), against the sandbox."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import stand_in
+from conftest import Box, Cli, write_inventory
+
+from dflash_ops.sandbox.state import SandboxState
+
+HERE = Path(__file__).parent
+EVERY_MODULE = """
+import importlib, pkgutil
+import dflash_ops
+left_out = ("dflash_ops.remote.", "dflash_ops.sandbox.", "dflash_ops.__main__")
+names = [it.name for it in pkgutil.walk_packages(dflash_ops.__path__, "dflash_ops.")]
+names = [name for name in names if not name.startswith(left_out)]
+for name in names:
+    importlib.import_module(name)
+print(*names)
+"""
+
+
+def on_a_mac(program: str, *words: str, platform: str = "darwin", **more) -> subprocess.CompletedProcess[str]:
+    start = f"import as_mac; as_mac.become(); import sys; sys.platform = {platform!r}\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", start + program, *words],
+        env=environment | more.pop("env", {}), capture_output=True, text=True, timeout=100, **more,
+    )  # fmt: skip
+
+
+def test_every_module_loads() -> None:
+    done = on_a_mac(EVERY_MODULE)
+    assert done.returncode == 0, done.stderr
+    assert {"dflash_ops.cli", "dflash_ops.ssh", "dflash_ops.fetch", "dflash_ops.demo.run"} <= set(done.stdout.split())
+
+
+def test_what_is_missing_on_a_mac_is_missing_here() -> None:
+    """Else the other tests prove nothing."""
+    program = """
+import os, select, socket, selectors
+for module, name in ((os, "pidfd_open"), (os, "memfd_create"), (select, "epoll"), (socket, "TCP_KEEPIDLE")):
+    assert not hasattr(module, name), name
+assert selectors.DefaultSelector is selectors.PollSelector
+for path in ("/proc/self/stat", "/sys", b"/proc"):
+    for look in (os.stat, os.listdir, open, lambda path: os.open(path, os.O_RDONLY)):
+        try:
+            look(path)
+        except FileNotFoundError:
+            continue
+        raise AssertionError((look, path))
+assert not os.path.exists("/proc")
+"""
+    done = on_a_mac(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_sandbox_says_that_it_needs_linux(tmp_path: Path) -> None:
+    for verb in ("up", "down", "status", "demo"):
+        done = on_a_mac("from dflash_ops.cli import main; main()", "sandbox", verb)
+        assert (done.returncode, done.stdout) == (6, ""), done
+        assert done.stderr.startswith("dflash-ops: the sandbox needs Linux") and done.stderr.count("\n") == 1
+
+
+def test_windows_is_one_sentence() -> None:
+    done = on_a_mac("import dflash_ops.cli", platform="win32")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "dflash-ops needs Linux or macOS; on Windows it works in WSL\n"
+
+
+@dataclass(frozen=True)
+class Mac(Cli):
+    """The command line on a Mac."""
+
+    def words(self, *words: str | bytes) -> list[str | bytes]:
+        program = "import as_mac; as_mac.become(); from dflash_ops.cli import main; main()"
+        return [sys.executable, "-W", "error", "-c", program, *words]
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
+
+
+@pytest.fixture
+def mac(sandbox: SandboxState, tmp_path: Path) -> Mac:
+    """Its inventory names a host as one does for a real box; and its temporary folder is a link, as on a Mac."""
+    box = Box(write_inventory(tmp_path, sandbox.name), sandbox)
+    host, text = box.host, box.inventory.read_text()
+    keys = {
+        "address": host.address,
+        "port": host.port,
+        "user": host.user,
+        "key": host.key,
+        "known_hosts": host.known_hosts,
+    }
+    table = "\n".join(f"{name} = {json.dumps(value if name == 'port' else str(value))}" for name, value in keys.items())
+    text = text.replace(f'sandbox = "{sandbox.name}"', table).replace('"sandbox"', json.dumps(box.container.python))
+    box.inventory.write_text(text)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "tmp").symlink_to("private")
+    return Mac(box.inventory)
+
+
+def test_a_day_on_a_mac(mac: Mac, tmp_path: Path) -> None:
+    """Paths lead through a link, and names are decomposed, as a Mac writes them."""
+    here = tmp_path / "tmp"
+    source = stand_in.make_release(here / "release")
+    (source / "cafe\u0301.py").write_text("x = 1\n")
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", source, *words], check=True)
+    done = mac("deploy", str(source), "--json", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["commit"] and json.loads(done.stdout)["files"] == 3
+    assert "cafe\u0301.py\n" in mac("exec", "--", "ls").stdout.decode()
+    data = here / "data"
+    data.mkdir()
+    (data / "u\u0308ber.jsonl").write_text("{}\n" * 1000)
+    assert mac("put", str(data), "shared/").returncode == 0
+    assert mac("get", "shared/data", str(here / "back")).returncode == 0
+    assert (here / "back" / "u\u0308ber.jsonl").read_text() == "{}\n" * 1000
+    (here / "c.toml").write_text("steps = 3\n")
+    done = mac("train", "start", "c.toml", "--name", "a", "--gpus", "none", "--follow", cwd=here)
+    assert done.returncode == 0 and b"step 3" in done.stdout, done.stderr
+    for words in (
+        ["gpu-status"],
+        ["train", "list"],
+        ["train", "fetch", "a", "-o", str(here)],
+        ["releases", "--on", "all"],
+    ):
+        done = mac(*words, cwd=here)
+        assert done.returncode == 0, done.stderr
