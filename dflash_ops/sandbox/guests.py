@@ -1,15 +1,15 @@
 """What the API tells of nodes and containers, read from where it lies. Runs in the hypervisor."""
 
+import base64
 import hashlib
 import os
 import re
-import ssl
 import time
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.sandbox import cgroups, containers, faults, layout
-from dflash_ops.sandbox.snapshots import Config
+from dflash_ops.sandbox.guest_config import Config
 
 VERSION = {"release": "9.2", "version": "9.2.11", "repoid": "dd7e9e1f0b2a4c5d"}
 _NUMBERS = {
@@ -137,7 +137,8 @@ def fingerprint() -> str:
         text = (layout.CONFIGS.parent / "pve-ssl.pem").read_text()
     except FileNotFoundError:
         return ""
-    digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(text)).hexdigest().upper()
+    body = "".join(line for line in text.split("\n") if not line.startswith("-----"))
+    digest = hashlib.sha256(base64.b64decode(body)).hexdigest().upper()
     return ":".join(re.findall("..", digest))
 
 

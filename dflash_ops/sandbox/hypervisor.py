@@ -23,10 +23,9 @@ from dflash_ops.sandbox.settings import Settings
 
 _PACKAGE = Path(__file__).parent
 _HYPERVISOR_MODULES = (
-    "api", "attach", "calls", "cgroups", "container", "containers", "faults", "guests", "jobs", "kernel", "layout",
-    "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights", "rootfs", "settings",
-    "snapshots", "sudo", "tasks", "transfer",
-    "users",
+    "api", "attach", "calls", "cgroups", "container", "containers", "faults", "guest_config", "guests", "jobs",
+    "kernel", "layout", "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights", "rootfs", "settings",
+    "snapshots", "sudo", "tasks", "transfer", "users",
 )  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys

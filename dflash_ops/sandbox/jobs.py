@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from dflash_ops.sandbox import container, containers, kernel, layout, snapshots
+from dflash_ops.sandbox.guest_config import Config
 from dflash_ops.sandbox.perl import Failure, locked
 from dflash_ops.sandbox.processes import ProcessId
-from dflash_ops.sandbox.snapshots import Config
 from dflash_ops.sandbox.tasks import Task, say
 
 

@@ -36,7 +36,7 @@ def migrate(call: "Call") -> int:
 
 def unlock(call: "Call") -> int:
     """`pct unlock ID`: forget what a broken task left."""
-    from dflash_ops.sandbox.snapshots import Config
+    from dflash_ops.sandbox.guest_config import Config
 
     call.config(255)
     config = Config.read(call.vmid)
