@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_ct, cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_train, render
+from dflash_ops import cli_ct, cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_inventory, cli_train, render
 from dflash_ops.errors import OpsError
 from dflash_ops.sandbox import cli as sandbox_cli
 
@@ -24,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
+app.command()(cli_inventory.init)
+app.add_typer(cli_inventory.app, name="inventory")
 app.command()(cli_deploy.deploy)
 app.command()(cli_deploy.releases)
 app.command()(cli_deploy.rollback)

@@ -267,7 +267,7 @@ def parse(text: str, file: Path) -> Inventory:
 
 
 def examine(text: str) -> InventoryFile | list[Fault]:
-    """What an inventory's text says, or all that is wrong with it. Pure."""
+    """What an inventory's text says, or all that is wrong with it, in the order of its lines. Pure."""
     try:
         tables = checked(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -275,8 +275,12 @@ def examine(text: str) -> InventoryFile | list[Fault]:
     except RecursionError:
         return [Fault("", "brackets in brackets without end")]
     except ValidationError as error:
-        return of_shape(error, text)
-    return between_tables(tables, text) or tables
+        return _by_line(of_shape(error, text))
+    return _by_line(between_tables(tables, text)) or tables
+
+
+def _by_line(faults: list[Fault]) -> list[Fault]:
+    return sorted(faults, key=lambda fault: fault.line or 0)
 
 
 def _bad(file: Path, fault: Fault) -> ConfigError:

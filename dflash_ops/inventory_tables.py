@@ -7,7 +7,7 @@ every command reads an inventory, and those take 0.07 s to load and to build.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic_core import CoreConfig, SchemaValidator
 from pydantic_core import core_schema as rules
@@ -44,8 +44,8 @@ def _named(rule: rules.CoreSchema) -> rules.CoreSchema:
 
 
 def _table(kind: type[Any], **editors: object) -> rules.CoreSchema:
-    """A table of TOML that becomes a dataclass; keys that it does not have are refused. editors: what they get told
-    beside that."""
+    """A table of TOML that becomes a dataclass; keys that it does not have are refused. editors: what the JSON schema
+    says of it beside that."""
     keys: list[rules.DataclassField] = []
     for key in dataclasses.fields(kind):
         about: _Key = get_args(key.type)[1]
@@ -58,7 +58,8 @@ def _table(kind: type[Any], **editors: object) -> rules.CoreSchema:
         keys.append(rules.dataclass_field(key.name, rule, kw_only=True, metadata=told))
     arguments = rules.dataclass_args_schema(kind.__name__, keys, extra_behavior="forbid")
     names = [key.name for key in dataclasses.fields(kind)]
-    return rules.dataclass_schema(kind, arguments, names, frozen=True, metadata={"pydantic_js_updates": editors})
+    told = {"pydantic_js_updates": {"additionalProperties": False, **editors}}
+    return rules.dataclass_schema(kind, arguments, names, frozen=True, metadata=told)
 
 
 Text = str | None
@@ -219,22 +220,23 @@ def checked(document: dict[str, Any]) -> InventoryFile:
     return _VALIDATOR.validate_python(document)
 
 
-def json_schema() -> dict[str, Any]:
+def schema_text() -> str:
     """The JSON schema of an inventory, for editors."""
+    import json
+
     from pydantic.json_schema import GenerateJsonSchema
 
     schema = GenerateJsonSchema().generate(_WHOLE)
-    return {"$schema": GenerateJsonSchema.schema_dialect, **_for_toml(schema), "title": "An inventory of dflash-ops"}
+    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **_for_toml(schema)}, indent=1) + "\n"
 
 
 def _for_toml(schema: Any) -> Any:
-    """The schema without titles, which repeat the keys, and without defaults of null, which TOML can't say."""
-    match schema:
-        case {"type": "object"} | {"type": str()}:
-            kept = {key: value for key, value in schema.items() if key != "title" and (key, value) != ("default", None)}
-            for key in ("properties", "patternProperties"):
-                if key in kept:
-                    kept[key] = {name: _for_toml(value) for name, value in kept[key].items()}
-            return kept
-        case _:
-            return schema
+    """The schema without titles, which repeat the keys, and without defaults that TOML can't say."""
+    if not isinstance(schema, dict):
+        return schema
+    parts = cast(dict[str, Any], schema)
+    return {key: _for_toml(value) for key, value in parts.items() if key != "title" and not _unsayable(key, value)}
+
+
+def _unsayable(key: str, value: Any) -> bool:
+    return key == "default" and (value is None or isinstance(value, dict) and None in value.values())

@@ -37,14 +37,21 @@ def add_container(file: Path, name: str, **keys: object) -> None:
     add(file, containers={name: keys})
 
 
-def add(file: Path, *, hosts: Mapping[str, Entry] | None = None, containers: Mapping[str, Entry] | None = None) -> None:
-    """Adds all of these at once, or nothing. Errors: add_host's."""
+def add(
+    file: Path,
+    *,
+    hosts: Mapping[str, Entry] | None = None,
+    containers: Mapping[str, Entry] | None = None,
+    head: str = "",
+) -> None:
+    """Adds all of these at once, or nothing. A host that is there may get its `api`. head: what a new file begins with.
+    Errors: add_host's."""
     new = {"hosts": _written(hosts or {}), "containers": _written(containers or {})}
     try:
         real = file.resolve()  # a link stays a link
         real.parent.mkdir(parents=True, exist_ok=True)
         with _alone(real.parent):
-            old = real.read_bytes() if real.exists() else b""
+            old = real.read_bytes() if real.exists() else head.encode()
             text = added(decoded(old, file), file, new)
             _replace(real, BOM + text if old.startswith(BOM.encode()) else text)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
@@ -57,8 +64,9 @@ def added(text: str, file: Path, new: Mapping[str, Mapping[str, Entry]]) -> str:
     """The text with new tables: {"hosts": {name: keys}, "containers": {name: keys}}. Pure; `file` is for errors."""
     before = parse(text, file).tables
     for kind, there in (("hosts", before.hosts), ("containers", before.containers)):
-        for name in new[kind]:
-            if name in there:
+        for name, keys in new[kind].items():
+            may_be_there = kind == "hosts" and [*keys] == ["api"] and name in there and before.hosts[name].api is None
+            if name in there and not may_be_there:
                 raise UsageFault(
                     f"there is a {kind[:-1]} {name!r} already", where=str(file), next="choose another name, or edit it"
                 )
@@ -66,7 +74,8 @@ def added(text: str, file: Path, new: Mapping[str, Mapping[str, Entry]]) -> str:
     wanted: dict[str, Any] = {**default, **tomllib.loads(text)}
     for kind, entries in new.items():
         if entries:
-            wanted[kind] = {**wanted.get(kind, {}), **entries}
+            there = wanted.get(kind, {})
+            wanted[kind] = {**there, **{name: {**there.get(name, {}), **keys} for name, keys in entries.items()}}
     for attempt in (_at_the_end, _beside_the_others):
         result = attempt(_with_default(text, default), new)
         found = examine(result)
@@ -76,8 +85,14 @@ def added(text: str, file: Path, new: Mapping[str, Mapping[str, Entry]]) -> str:
             raise UsageFault(
                 f"this can't be written into the inventory: {found[0].key}", where=str(file), why=found[0].why
             )
-    tables = tomlkit.dumps({kind: entries for kind, entries in new.items() if entries})
-    raise OpsError("the inventory is written in a way that we can't add to", where=str(file), next=f"add:\n{tables}")
+    what = "the inventory is written in a way that can't be added to"
+    raise OpsError(what, where=str(file), next=f"add:\n{rendered(new)}")
+
+
+def rendered(new: Mapping[str, Mapping[str, Entry]]) -> str:
+    """The new tables as TOML."""
+    tables = [{kind: {name: said(keys)}} for kind, entries in new.items() for name, keys in entries.items()]
+    return "\n".join(tomlkit.dumps(table).strip("\n") + "\n" for table in tables)
 
 
 def _new_default(before: InventoryFile, containers: Mapping[str, Entry]) -> dict[str, str]:
@@ -105,8 +120,7 @@ def _with_default(text: str, default: Mapping[str, str]) -> str:
 
 def _at_the_end(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str:
     ending = _line_ending(text)
-    parts = [tomlkit.dumps({kind: {name: keys}}) for kind, tables in new.items() for name, keys in tables.items()]
-    tail = "\n".join(part.strip("\n") + "\n" for part in parts).replace("\n", ending)
+    tail = rendered(new).replace("\n", ending)
     if text and not text.endswith("\n"):
         text += ending
     return f"{text}{ending if text else ''}{tail}"
@@ -116,7 +130,11 @@ def _beside_the_others(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str
     document: Any = tomlkit.parse(text)
     for kind, tables in new.items():
         for name, keys in tables.items():
-            document.setdefault(kind, tomlkit.table(is_super_table=True))[name] = dict(keys)
+            there = document.setdefault(kind, tomlkit.table(is_super_table=True))
+            if name in there:
+                there[name].update(keys)
+            else:
+                there[name] = dict(keys)
     return tomlkit.dumps(document)
 
 
@@ -125,18 +143,18 @@ def _line_ending(text: str) -> str:
 
 
 def _written(entries: Mapping[str, Entry]) -> dict[str, dict[str, object]]:
-    """The entries without what they do not say; paths are text, and tuples are arrays."""
-    return {name: _said(keys) for name, keys in entries.items()}
+    return {name: said(keys) for name, keys in entries.items()}
 
 
-def _said(keys: Entry) -> dict[str, object]:
+def said(keys: Entry) -> dict[str, object]:
+    """The keys that say something: None is left out, paths are text, and tuples are arrays."""
     return {key: _plain(value) for key, value in keys.items() if value is not None}
 
 
 def _plain(value: object) -> object:
     match value:
         case Mapping():
-            return _said(value)  # pyright: ignore[reportUnknownArgumentType]
+            return said(value)  # pyright: ignore[reportUnknownArgumentType]
         case tuple() | list():
             return [*value]  # pyright: ignore[reportUnknownVariableType]
         case Path():
