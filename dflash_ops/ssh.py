@@ -4,8 +4,9 @@ This file is light: the library loads while `ssh -G` runs. `ssh_config` reads wh
 connection on the way, `ssh_keys` offers the keys, `ssh_link` is what one then has.
 """
 
-import contextlib
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dflash_ops.ssh_hop import Opened
     from dflash_ops.ssh_link import Link, NoSftpError, RemoteProcess
 
-__all__ = ["DEAD_AFTER_SECONDS", "KEEPALIVE_SECONDS", "Link", "NoSftpError", "RemoteProcess", "connect"]
+__all__ = ["DEAD_AFTER_SECONDS", "KEEPALIVE_SECONDS", "Link", "NoSftpError", "RemoteProcess", "connect", "hostname"]
 
 KEEPALIVE_SECONDS = 5.0
 # A host that has not answered three keepalives in a row is gone.
@@ -27,7 +28,7 @@ DEAD_AFTER_SECONDS = 3 * KEEPALIVE_SECONDS
 
 def __getattr__(name: str) -> Any:
     """Link, NoSftpError and RemoteProcess, without loading the library before somebody asks."""
-    if name in __all__:
+    if name in ("Link", "NoSftpError", "RemoteProcess"):
         from dflash_ops import ssh_link
 
         return getattr(ssh_link, name)
@@ -41,23 +42,16 @@ def connect(host: Host, *, timeout: float) -> "Link":
     """
     if host.key is not None and not host.key.is_file():
         raise ConfigError("there is no such key file", where=str(host), why=str(host.key), next="correct `key`")
-    file = _config_file(host)
-    target = Jump(host.address, host.user, host.port)
-    first = Question(target, file)
-    try:
-        from dflash_ops.ssh_hop import Clock, Opening, open_hop
-        from dflash_ops.ssh_link import Link
-
-        hops = _hops(host, target, first, file, timeout)
-    finally:
-        first.end()
+    hops = _hops(host, timeout, meanwhile=load)
+    from dflash_ops.ssh_hop import Clock, Opening, open_hop
+    from dflash_ops.ssh_link import Link
 
     def opened() -> "list[Opened]":
         done: list[Opened] = []
         try:
             for hop in hops:
                 clock = Clock(hop.connect_timeout or timeout)
-                opening = Opening(hop, _where(host, hop, is_jump=hop is not hops[-1]), clock, file)
+                opening = Opening(hop, _where(host, hop, is_jump=hop is not hops[-1]), clock, _config_file(host))
                 done.append(open_hop(opening, done[-1].transport if done else None))
             return done
         except BaseException:
@@ -66,6 +60,16 @@ def connect(host: Host, *, timeout: float) -> "Link":
             raise
 
     return Link(host, opened(), opened, keepalive_s=KEEPALIVE_SECONDS, dead_after_s=DEAD_AFTER_SECONDS)
+
+
+def hostname(host: Host, *, timeout: float = 15.0) -> str:
+    """The name or address that the ssh configuration gives a host, without connecting. ConfigError as for `connect`."""
+    return _hops(host, timeout)[-1].hostname
+
+
+def load() -> None:
+    """Loads the library. For whoever connects in a thread: Python's threads would only take turns at it."""
+    import dflash_ops.ssh_link  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 
 def _config_file(host: Host) -> Path | None:
@@ -78,19 +82,22 @@ def _config_file(host: Host) -> Path | None:
     return file
 
 
-def _hops(host: Host, target: Jump, first: Question, file: Path | None, timeout: float) -> tuple[Hop, ...]:
-    """The way to the host, each stop by its own settings, with what the inventory says of the host itself."""
-    by_ssh = True
+def _hops(host: Host, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> tuple[Hop, ...]:
+    """The way to the host, each stop by its own settings, with what the inventory says of the host itself. meanwhile:
+    what to do while ssh is asked about the host."""
+    file, by_ssh = _config_file(host), True
+    target = Jump(host.address, host.user, host.port)
 
     def ask(jump: Jump) -> Settings:
         nonlocal by_ssh
-        with contextlib.ExitStack() as ending:
+        question = Question(jump, file) if by_ssh else None
+        try:
             if jump is target:
-                question = first
-            else:
-                question = Question(jump, file)
-                ending.callback(question.end)
-            text = question.answer(timeout) if by_ssh else None
+                meanwhile()
+            text = question.answer(timeout) if question else None
+        finally:
+            if question is not None:
+                question.end()
         if text is not None:
             return parse(text)
         by_ssh = False
@@ -98,14 +105,12 @@ def _hops(host: Host, target: Jump, first: Question, file: Path | None, timeout:
 
         return read_config(jump, file)
 
-    settings: dict[Jump, Settings] = {target: ask(target)}
-    hops = route(target, lambda jump: settings.get(jump) or ask(jump), here(by_database=by_ssh))
+    settings = ask(target)  # first, since it tells whether there is an ssh at all
+    hops = route(target, lambda jump: settings if jump is target else ask(jump), here(by_database=by_ssh))
     return (*hops[:-1], _as_the_inventory_says(hops[-1], host))
 
 
 def _as_the_inventory_says(hop: Hop, host: Host) -> Hop:
-    from dataclasses import replace
-
     if host.key is not None:
         hop = replace(hop, identities=(host.key,), identities_only=True)
     if host.known_hosts is not None:

@@ -128,9 +128,7 @@ def hop(name: str, settings: Settings, here: Here, *, jumped: bool = False) -> H
         return tuple(one(key).split(",")) if named(key) else None
 
     def files(values: Sequence[str]) -> tuple[Path, ...]:
-        if any(value.lower() == "none" for value in values):
-            return ()
-        return tuple(_file(_expand(value, tokens, here, name), here) for value in values)
+        return tuple(_file(_expand(value, tokens, here, name), here) for value in values if value.lower() != "none")
 
     hostname = one("hostname", name)
     port = _number(one("port", "22"), "Port", name)
@@ -272,7 +270,7 @@ def _expand(
 
 
 def _file(text: str, here: Here) -> Path:
-    """The path with its `~` resolved; as it is when there is no such user, as ssh does."""
+    """The path with its `~` resolved; as it is when there is no such user."""
     if text == "~" or text.startswith("~/"):
         return Path(here.home + text[1:])
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -70,7 +71,7 @@ class Question:
                 f"`ssh -G` gave no answer within {seconds:g} s",
                 where=self._jump.name,
                 why="a Match exec, or a name server, that hangs",
-                next=f"correct {self._file or '~/.ssh/config'}; try: ssh -G {self._jump.name}",
+                next=self._next(),
             ) from None
         text = err.decode("utf-8", "replace")
         if self._process.returncode == 0:
@@ -85,8 +86,12 @@ class Question:
             "the ssh configuration can't be used",
             where=self._jump.name,
             why="; ".join(lines[:2]) or f"ssh -G ended with {self._process.returncode}",
-            next=f"correct {self._file or '~/.ssh/config'}; try: ssh -G {self._jump.name}",
+            next=self._next(),
         )
+
+    def _next(self) -> str:
+        asked = shlex.join(word for word in words(self._jump, self._file) if word != "--")
+        return f"correct {self._file or '~/.ssh/config'}; try: ssh -G {asked}"
 
     def end(self) -> None:
         if self._process is not None:

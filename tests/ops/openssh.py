@@ -220,14 +220,14 @@ class Agent:
         assert self.process.stdout is not None
         self.process.stdout.readline()  # it speaks once it listens
 
-    def add(self, *keys: Path) -> "Agent":
+    def add(self, *keys: Path, passphrase: str = "") -> "Agent":
+        answer = self._folder / "answer"
+        answer.write_text(f"#!/bin/sh\necho '{passphrase}'\n")
+        answer.chmod(0o700)
+        asking = {"SSH_ASKPASS": str(answer), "SSH_ASKPASS_REQUIRE": "force", "SSH_AUTH_SOCK": str(self.socket)}
         for key in keys:
-            subprocess.run(
-                ("ssh-add", "-q", str(key)),
-                check=True,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "SSH_AUTH_SOCK": str(self.socket)},
-            )
+            words = ("ssh-add", "-q", str(key))
+            subprocess.run(words, check=True, stdin=subprocess.DEVNULL, env={**os.environ, **asking})
         return self
 
     def end(self) -> None:
