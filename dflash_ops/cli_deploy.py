@@ -56,6 +56,10 @@ def deploy(
             metavar="PATTERN", help="Send also what matches, though it looks like a secret or a checkpoint. Repeatable."
         ),
     ] = None,
+    snapshot: Annotated[
+        bool,
+        typer.Option("--snapshot", help="First make a snapshot of the container, which `ct rollback` goes back to."),
+    ] = False,
     target: Target = None,
     on: On = None,
     inventory: InventoryFile = None,
@@ -68,6 +72,8 @@ def deploy(
 
     if user == "":
         raise UsageFault("an empty word names nobody", where="--user", next="leave it out, or name a user")
+    if snapshot and (dry_run or diff):
+        raise UsageFault("a look changes nothing, and needs no snapshot", where="--snapshot", next="leave it out")
     with reach(context, inventory, target, on) as there:
         # The rest is loaded while the host answers.
         from dataclasses import replace
@@ -81,6 +87,11 @@ def deploy(
             return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way)
 
         def send(at: "At[Container]") -> "Deployed":
+            if snapshot:
+                from dflash_ops import snapshots
+
+                made = snapshots.make(at.shell, at.place, description="before a deploy", on_log=at.way.step)
+                at.note(f"snapshot {made.snapshot} made; dflash-ops ct rollback {made.snapshot} goes back to it")
             return verbs.deploy(
                 at.shell,
                 at.place,

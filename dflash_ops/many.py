@@ -20,10 +20,10 @@ from dflash_ops.shell import Shell
 P = TypeVar("P", Container, Host)
 T = TypeVar("T")
 
-# So many places work at once; of one host so many, since sshd allows ten channels to a connection and a deploy or a
-# doctor takes up to four. Both are for verbs that end soon; where they don't, all begin at once.
+# So many places work at once, and so many of one host, which does all of their work. Both are for verbs that end soon;
+# where they don't, all begin at once.
 AT_ONCE = 32
-AT_ONCE_OF_A_HOST = 2
+AT_ONCE_OF_A_HOST = 8
 # After Ctrl-C the verbs' connections are closed; this is for what they still tidy up here.
 _TIDY_SECONDS = 5.0
 

@@ -23,8 +23,9 @@ IGNORE_FILE = ".dflashignore"
 # So many links the kernel follows for one name.
 _MOST_LINKS = 40
 
-# Never part of a release: git's own folder, caches of Python, the manifest of a release that is deployed again.
-_NEVER = (".git", "__pycache__/", "*.pyc", f"/{MANIFEST}")
+# Never part of a release: git's own folder, caches of Python, what a Mac's Finder leaves in each folder, the manifest
+# of a release that is deployed again.
+_NEVER = (".git", "__pycache__/", "*.pyc", ".DS_Store", f"/{MANIFEST}")
 
 # What is left out unless `--include` names it: sending it would be a mistake more often than not.
 _LEFT_OUT = {

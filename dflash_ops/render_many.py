@@ -3,20 +3,22 @@
 All of it goes to stderr: stdout is for the values.
 """
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dflash_ops import render
+from dflash_ops import render, ssh_ask
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
 from dflash_ops.many import Board, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
     from rich.table import Table
 
 P = TypeVar("P", Container, Host)
@@ -56,14 +58,18 @@ class _Row:
 class Rows(Board):
     """A row for each place, drawn anew four times a second while the block runs; nothing of it is left then."""
 
-    def __init__(self, names: Sequence[str], console: "Console | None" = None) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         from rich.console import Console
-        from rich.live import Live
 
         self._rows = {name: _Row() for name in names}
         self._lock = threading.Lock()
-        self._console = console or Console(stderr=True)
-        self._live = Live(
+        self._console = Console(stderr=True)
+        self._live = self._drawing()
+
+    def _drawing(self) -> "Live":
+        from rich.live import Live
+
+        return Live(
             self,
             console=self._console,
             refresh_per_second=4,
@@ -74,10 +80,22 @@ class Rows(Board):
 
     def __enter__(self) -> "Rows":
         self._live.start()
+        ssh_ask.around = self._paused
         return self
 
     def __exit__(self, *_: object) -> None:
+        ssh_ask.around = contextlib.nullcontext
         self._live.stop()
+
+    @contextlib.contextmanager
+    def _paused(self) -> Generator[None, None, None]:
+        """While somebody is asked on the same terminal."""
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live = self._drawing()  # below the question, which stays
+            self._live.start()
 
     def begin(self, name: str) -> None:
         with self._lock:

@@ -60,6 +60,7 @@ def test_the_ignore_file_takes_away_and_caches_never_go() -> None:
         "sub/.git",
         MANIFEST,
         "b/x.pyc",
+        "b/.DS_Store",
     ]
     assert select(found) == (["a.py", "data/keep.txt", "data/x.bin"], [])
     assert select(found, ["data/*", "!data/keep.txt", "# a remark", ""]) == (["a.py", "data/keep.txt"], [])
