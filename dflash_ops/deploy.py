@@ -13,129 +13,36 @@ count of the bytes does.
 """
 
 import base64
-import getpass
-import json
-import socket
+import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from dflash_ops import answers, sending
+from dflash_ops import answers, remembered, sending
+from dflash_ops import source as sources
 from dflash_ops.changes import MAX_TEXT_BYTES, Changes, changes, unified
-from dflash_ops.command import Command, Container, Query
-from dflash_ops.conversation import Conversation
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.command import Container, Query
+from dflash_ops.deployed import Deployed, Kept, ListedRelease, Listing, LiveRun, Plan, Pruned, RolledBack
+from dflash_ops.errors import OpsError, PreflightError
+from dflash_ops.exchange import Exchange, client, exchange
 from dflash_ops.progress import Progress
-from dflash_ops.release import FileEntry, LeftOut, Manifest, Release, printable
+from dflash_ops.release import FileEntry, Manifest, Release, printable
 from dflash_ops.remote import bundle
 from dflash_ops.sending import ANSWER_SECONDS, SLOWEST_BYTES_PER_SECOND, Via
 from dflash_ops.shell import Shell
-from dflash_ops.source import Reading, Source, SourceChanged, read
+from dflash_ops.source import Reading, Source, SourceChanged
 
 OnWarning = Callable[[str], None]
+Read = Callable[[Shell, Source], Reading]
 
 # A killed deploy lets go of the lock within moments; a living one may take minutes, which nobody should wait out.
 _PATIENCE_SECONDS = 5.0
 # Code is small; more than this is likely to be data, which belongs into shared/.
 _LARGE_BYTES = 50_000_000
-
-
-@dataclass(frozen=True)
-class LiveRun:
-    """A run that goes on; it keeps the release that it started with."""
-
-    run_id: str
-    release: str
-
-
-@dataclass(frozen=True)
-class Deployed:
-    """A release that is whole in the container, and current unless `activated` is false. size: bytes of its files;
-    sent: bytes of the archives, 0 when the container had everything; reused: files that did not travel; previous: the
-    release that was current before, None for the first; left_out: what was not sent as a secret or a checkpoint."""
-
-    container: str
-    release: str
-    commit: str | None
-    files: int
-    size: int
-    sent: int
-    seconds: float
-    previous: str | None
-    activated: bool
-    reused: int
-    via: Via
-    left_out: tuple[LeftOut, ...]
-    runs: tuple[LiveRun, ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a deploy would do now. size: bytes of all files; to_send: bytes of the content that the container lacks, in
-    `lacking` files; diff: the changes as text, None unless asked for; damaged: why `current` is none."""
-
-    container: str
-    current: str | None
-    damaged: str
-    commit: str | None
-    files: int
-    size: int
-    lacking: int
-    to_send: int
-    changes: Changes
-    diff: str | None
-    left_out: tuple[LeftOut, ...]
-    runs: tuple[LiveRun, ...]
-
-
-@dataclass(frozen=True)
-class ListedRelease:
-    """A release in the container. files, size (bytes), commit: None when its manifest can't be read (damaged)."""
-
-    id: str
-    current: bool
-    files: int | None
-    size: int | None
-    commit: str | None
-    damaged: bool
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The container's releases, the oldest first. damaged: why `current` is none of them; empty when it is, or before
-    the first deploy."""
-
-    releases: tuple[ListedRelease, ...]
-    damaged: str
-
-
-@dataclass(frozen=True)
-class RolledBack:
-    container: str
-    release: str
-    previous: str | None
-
-
-@dataclass(frozen=True)
-class Kept:
-    id: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """removed: the ids that are gone, or would be; freed: bytes, 0 for a dry run."""
-
-    container: str
-    dry_run: bool
-    removed: tuple[str, ...]
-    kept: tuple[Kept, ...]
-    freed: int
 
 
 def deploy(
@@ -148,17 +55,22 @@ def deploy(
     user: str | None = None,
     way: Progress | None = None,
     warn: OnWarning = lambda text: None,
+    read: Read = sources.read,
+    moment: datetime | None = None,
 ) -> Deployed:
-    """Sends the source as a new release, and makes it current unless told not to. user: whose the files are there.
+    """Sends the source as a new release, and makes it current unless told not to. user: whose the files are there,
+    instead of the inventory's `user`. Several may run at once, in threads, with one Shell and a `way` of their own.
 
-    A source that changes while it is read is read once more, then SourceChanged; BusyError names another deploy.
+    A source that changes while it is read is read once more, then SourceChanged; BusyError names another deploy. read:
+    reads the source, for whoever has read it already. moment: the release's time, where no newer one is there.
     """
     way = way or Progress()
+    rest = (via, activate, user or container.user, way, warn, read, moment)
     try:
-        return _deploy(shell, container, source, via, activate, user, way, warn)
+        return _deploy(shell, container, source, *rest)
     except SourceChanged as error:
         way.step(f"{error.where} changed meanwhile: once more")
-        return _deploy(shell, container, source, via, activate, user, way, warn)
+        return _deploy(shell, container, source, *rest)
 
 
 def _deploy(
@@ -170,45 +82,59 @@ def _deploy(
     user: str | None,
     way: Progress,
     warn: OnWarning,
+    read: Read,
+    moment: datetime | None,
 ) -> Deployed:
     begun = time.monotonic()
     way.step(f"reading {source}")
     shell.load()
+    part = f"deploy-{os.urandom(4).hex()}.part"
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         # A connection and a Python there take as long as the reading here.
-        greeted = pool.submit(stack.enter_context, _receiver(shell, container, user, activate))
+        greeted = pool.submit(stack.enter_context, _receiver(shell, container, user, activate, part))
         reading = read(shell, source)
-        manifest = reading.manifest
-        way.step(f"asking {container}")
-        import tarfile  # noqa: F401  # pyright: ignore[reportUnusedImport] (needed next; now there is time)
+        manifest, likely = reading.manifest, _likely(container, reading.manifest) if via == "push" else []
+        with sending.ahead(shell, container, likely, f"{container.path}/incoming/{part}", way) as ahead:
+            way.step(f"asking {container}")
+            import tarfile  # noqa: F401  # pyright: ignore[reportUnusedImport] (needed next; now there is time)
 
-        talk = greeted.result()
-        talk.say(_line(_described(manifest)))
-        ready = _answer(shell, container, talk, _patience(manifest.size))
-        created_at = later_than(ready["newest"], now())
-        release = Release(created_at, reading.commit, manifest, user, reading.branch, reading.dirty)
-        lacking, sent = _entries(manifest, ready["lacking"]), 0
-        reused = len(manifest.files) - len(_files_of(manifest, ready["lacking"]))
-        _check_room(container, ready, lacking, via)
-        _warn_of_much(lacking, container, warn)
-        while True:  # the container asks again for what vanished meanwhile, but not for ever
-            request = {"id": release.id, "record": release.record()}
-            if lacking and via == "stream":
-                talk.say(_line({**request, "by": "stream"}))
-                sent += sending.by_stream(talk, lacking, source.root, way)
-                way.step(f"checking {release.id}")
-            else:
-                told = sending.by_push(shell, container, lacking, source.root, ready["part"], way) if lacking else {}
-                sent += told.get("size", 0)
-                way.step(f"unpacking and checking {release.id}")
-                talk.say(_line({**request, "by": None, **told}))
-            done = _answer(shell, container, talk, _patience(manifest.size))
-            if done["event"] == "left":
-                raise OpsError("the container gave up waiting for us", where=str(container), next="deploy again")
-            if done["event"] == "done":
-                break
-            lacking = _entries(manifest, done["lacking"])
-            way.step(f"{len(lacking)} files have vanished there meanwhile")
+            other = greeted.result()
+            other.say(_described(manifest))
+            ready = other.answer(timeout=_patience(manifest.size))
+            if ready["event"] == "waiting":
+                way.step(f"waiting for another deploy to {container}")
+                ahead.withdraw()  # whoever has the deploy's lock may need pct's
+                ready = other.answer(timeout=_patience(manifest.size))
+            created_at = later_than(ready["newest"], moment or now())
+            release = Release(created_at, reading.commit, manifest, user, reading.branch, reading.dirty)
+            lacking, sent = _entries(manifest, ready["lacking"]), 0
+            reused = len(manifest.files) - len(_files_of(manifest, ready["lacking"]))
+            _check_room(container, ready, lacking, via)
+            _warn_of_much(lacking, container, warn)
+            while True:  # the container asks again for what vanished meanwhile, but not for ever
+                request = {"id": release.id, "record": release.record()}
+                if lacking and via == "stream":
+                    other.say({**request, "by": "stream"})
+                    sent += sending.by_stream(other.talk, lacking, source.root, way)
+                    way.step(f"checking {release.id}")
+                else:
+                    told: dict[str, Any] = {}
+                    if lacking:
+                        told = ahead.carry(lacking, source.root, way) or sending.by_push(
+                            shell, container, lacking, source.root, ready["part"], way
+                        )
+                    ahead.withdraw()
+                    sent += told.get("size", 0)
+                    way.step(f"unpacking and checking {release.id}")
+                    other.say({**request, "by": None, **told})
+                done = other.answer(timeout=_patience(manifest.size))
+                if done["event"] == "left":
+                    raise OpsError("the container gave up waiting for us", where=str(container), next="deploy again")
+                if done["event"] == "done":
+                    break
+                lacking = _entries(manifest, done["lacking"])
+                way.step(f"{len(lacking)} files have vanished there meanwhile")
+    remembered.remember(container, _contents(manifest))
     return Deployed(
         container=str(container),
         release=release.id,
@@ -227,9 +153,15 @@ def _deploy(
 
 
 def plan(
-    shell: Shell, container: Container, source: Source, *, texts: bool = False, way: Progress | None = None
+    shell: Shell,
+    container: Container,
+    source: Source,
+    *,
+    texts: bool = False,
+    way: Progress | None = None,
+    read: Read = sources.read,
 ) -> Plan:
-    """What a deploy would do now; nothing changes. texts: with the changes of files as text."""
+    """What a deploy would do now; nothing changes. texts: with the changes of files as text. read: as of `deploy`."""
     way = way or Progress()
     way.step(f"reading {source}")
     reading = read(shell, source)
@@ -338,6 +270,20 @@ def _entries(manifest: Manifest, lacking: Sequence[str]) -> list[FileEntry]:
     return list({file.sha256: file for file in _files_of(manifest, lacking)}.values())
 
 
+def _contents(manifest: Manifest) -> list[str]:
+    return [file.sha256 for file in manifest.files if file.link is None]
+
+
+def _likely(container: Container, manifest: Manifest) -> list[FileEntry]:
+    """What the container is likely to lack, by what earlier deploys from here left there; nothing where none did."""
+    there = remembered.recall(container)
+    return (
+        []
+        if there is None
+        else _entries(manifest, [s for s in _contents(manifest) if remembered.brief(s) not in there])
+    )
+
+
 def _check_room(container: Container, ready: dict[str, Any], lacking: Sequence[FileEntry], via: Via) -> None:
     sent = sum(file.size for file in lacking)
     # A pushed archive lies there beside what is unpacked of it.
@@ -371,43 +317,19 @@ def _live_runs(reply: dict[str, Any]) -> tuple[LiveRun, ...]:
 
 @contextmanager
 def _receiver(
-    shell: Shell, container: Container, user: str | None, activate: bool
-) -> Generator[Conversation, None, None]:
+    shell: Shell, container: Container, user: str | None, activate: bool, part: str
+) -> Generator[Exchange, None, None]:
     """receive.py, which has greeted and waits for a manifest; it holds its lock from then on until the block ends."""
-    command = _command(container, {"do": "deploy", "user": user, "activate": activate})
-    with shell.converse(container, command, timeout=ANSWER_SECONDS) as talk:
-        _answer(shell, container, talk)
-        with talk.beating():
-            yield talk
+    parameters = {"do": "deploy", "user": user, "activate": activate, "part": part, "patience": _PATIENCE_SECONDS}
+    with exchange(shell, container, "receive", parameters, what="deploy") as other:
+        other.answer()
+        yield other
 
 
 def _patience(size: int) -> float:
     return ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
 
 
-def _line(request: dict[str, Any]) -> bytes:
-    return json.dumps(request).encode("ascii") + b"\n"
-
-
-def _answer(shell: Shell, container: Container, talk: Conversation, timeout: float | None = None) -> dict[str, Any]:
-    """The next answer in the conversation, or its refusal as one of our errors."""
-    while (line := talk.hear(timeout=timeout)) is not None:
-        reply = answers.document(line)
-        if reply is not None:
-            return answers.accepted(reply, str(container))
-    result = talk.finish()
-    error = shell.explain(container, result)
-    raise error if isinstance(error, PreflightError | NotFoundError) else answers.no_answer(result)
-
-
 def _query(container: Container, parameters: dict[str, Any]) -> Query[dict[str, Any]]:
-    return Query(_command(container, parameters), answers.answer)
-
-
-def _command(container: Container, parameters: dict[str, Any]) -> Command:
-    common = {
-        "path": container.path,
-        "client": f"{getpass.getuser()}@{socket.gethostname()}",
-        "patience": _PATIENCE_SECONDS,
-    }
-    return bundle.command(container.python, "receive", {**common, **parameters})
+    common = {"path": container.path, "client": client(), "patience": _PATIENCE_SECONDS}
+    return Query(bundle.command(container.python, "receive", {**common, **parameters}), answers.answer)

@@ -1,32 +1,38 @@
 """The two ways of an archive into a container, both checked there file by file.
 
-push:   to a 0700 folder on the host over SFTP, then `pct push`, which says nothing when the disk is full
+push:   to a 0700 folder on the host over SFTP, then `pct push`, which says nothing when the disk is full. Where an
+        archive is likely to be wanted, and small, that pct is started `ahead`: its 0.6 s pass while we still ask.
 stream: through the stdin of the command that waits for it in the container; nothing is staged anywhere
 """
 
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
 
-from dflash_ops.command import Command, Container, Result
+from dflash_ops.command import Command, Container, Result, pct
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import BusyError, OpsError
 from dflash_ops.progress import Advance, Progress
 from dflash_ops.release import FileEntry
 from dflash_ops.shell import Shell
 from dflash_ops.source import archive_size, sha256_of, temporary_file, write_archive
-from dflash_ops.staging import staging
+from dflash_ops.staging import WaitingPush, staging, waiting_push
 
 Via = Literal["push", "stream"]
 
 # What pct says when it waits for the container's lock, and when it gets it; anything else on stderr is a failure,
 # whatever the exit code.
 _WAITING, _GOT_IT = "trying to acquire lock...", "OK"
+_SUDO_ASIDE = "sudo: unable to resolve host"
 _LOCK_TIMEOUT_CODE = 4
 ANSWER_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 1_000_000
+# A push that waits for its file holds pct's lock on the container, for which others wait 10 s: so it must be here soon.
+_SMALL_BYTES = 2 << 20
 
 
 def by_push(
@@ -39,6 +45,52 @@ def by_push(
         size, sha256 = sha256_of(archive)
         push_file(shell, container, archive, size, part, way)
     return {"by": "push", "size": size, "sha256": sha256}
+
+
+class Ahead:
+    """A push that was begun before anybody knew what is to be pushed, or none. It serves once."""
+
+    def __init__(self, shell: Shell, container: Container, part: str, push: WaitingPush | None) -> None:
+        self._shell, self._container, self._part, self._push = shell, container, part, push
+
+    def carry(self, files: Sequence[FileEntry], root: Path, way: Progress) -> dict[str, Any] | None:
+        """Sends the contents of these files through it, and gives what `by_push` does; None when they must go another
+        way: it was none, they are too many bytes, or pct complained."""
+        if self._push is None or archive_size(files) > _SMALL_BYTES:
+            self.withdraw()
+            return None
+        push, host = self._push, self._container.host
+        archive = BytesIO()
+        write_archive(files, root, archive)
+        size, sha256 = sha256_of(archive)
+        way.step(f"sending {size} bytes to {host}:{push.archive}")
+        self._shell.send(host, archive, push.archive)
+        way.step(f"pct push {self._container.vmid} {push.archive} {self._part}")
+        self._push = None
+        ended = push.go(timeout=ANSWER_SECONDS)
+        if ended is None or ended[0] != 0 or complaint_of(ended[1]):
+            return None
+        return {"by": "push", "size": size, "sha256": sha256, "ahead": True}
+
+    def withdraw(self) -> None:
+        """Ends it, when it is not needed: afterwards nothing of it is under way."""
+        if self._push is not None:
+            self._push.withdraw(timeout=ANSWER_SECONDS)
+            self._push = None
+
+
+@contextlib.contextmanager
+def ahead(
+    shell: Shell, container: Container, likely: Sequence[FileEntry], part: str, way: Progress
+) -> Generator[Ahead, None, None]:
+    """Begins a push to `part`, when contents of these files are likely to be lacking, and few bytes."""
+    with contextlib.ExitStack() as stack:
+        push: WaitingPush | None = None
+        if likely and archive_size(likely) <= _SMALL_BYTES:
+            way.step(f"staging on {container.host}")
+            with contextlib.suppress(OpsError):  # whoever needs it next hears why it can't be
+                push = stack.enter_context(waiting_push(shell, container, part))
+        yield Ahead(shell, container, part, push)
 
 
 def by_stream(talk: Conversation, files: Sequence[FileEntry], root: Path, way: Progress) -> int:
@@ -79,7 +131,7 @@ def push_file(shell: Shell, container: Container, file: BinaryIO, size: int, par
 def _push(shell: Shell, container: Container, staged: str, part: str, size: int) -> None:
     """`pct push`, which waits at most 10 s for its lock: so up to three of them. That it worked is for the container to
     say, that it failed may be said here."""
-    command = Command(("env", "LC_ALL=C.UTF-8", "pct", "push", str(container.vmid), staged, part))
+    command = pct("push", str(container.vmid), staged, part)
     timeout = ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
     result = shell.run(container.host, command, timeout=timeout)
     if result.code == _LOCK_TIMEOUT_CODE:
@@ -113,6 +165,10 @@ def _push_again(shell: Shell, container: Container, command: Command, timeout: f
 
 def push_complaint(result: Result) -> str:
     """What pct says against a push; empty when it has nothing to say but that it waited for a lock."""
-    text = result.err.decode("utf-8", "replace").replace(_WAITING, "")
-    lines = [line.strip() for line in text.split("\n")]
-    return "; ".join(line for line in lines if line and line != _GOT_IT)
+    return complaint_of(result.err)
+
+
+def complaint_of(stderr: bytes) -> str:
+    """As `push_complaint`."""
+    lines = [line.strip() for line in stderr.decode("utf-8", "replace").replace(_WAITING, "").split("\n")]
+    return "; ".join(line for line in lines if line and line != _GOT_IT and not line.startswith(_SUDO_ASIDE))

@@ -46,11 +46,13 @@ def main(parameters: dict[str, Any]) -> int:
 
 
 def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """user: the files' owner, or None; activate: whether it becomes current.
+    """user: the files' owner, or None; activate: whether it becomes current; part: the name of what may be pushed to
+    `incoming`, perhaps before this end has begun.
 
-    Greets, and hears the manifest's {"files", "folders"}, which may be read meanwhile. Says what is lacking, then hears
-    {"id", "record", "by"}: by null (nothing is), "push" (an archive was pushed: its "size" and "sha256"), or "stream"
-    (it follows in frames). May say again that something is lacking.
+    Greets, and hears the manifest's {"files", "folders"}, which may be read meanwhile. Says "waiting" when another has
+    the lock. Says what is lacking, then hears {"id", "record", "by"}: by null (nothing is), "push" (an archive was
+    pushed: its "size" and "sha256"; "ahead" when it is no fault if it has not arrived), or "stream" (it follows in
+    frames). May say again that something is lacking.
     """
     talk = Talk()
     ids = build.owner(parameters["user"])
@@ -61,11 +63,12 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     _make_folders(path)
     files, folders = manifest["files"], manifest["folders"]
     with (
-        _lock(path, "deploy", parameters),
-        _cleared(path, parameters["activate"]),
+        _incoming(path, str(parameters["part"])) as part,
+        _lock(path, "deploy", parameters, on_wait=lambda: answers.say({"event": "waiting"})),
+        _cleared(path, parameters["activate"], part),
         build.building(path, files, folders, ids, talk.check) as release,
-        _room(path, lacking=release.lacking(), copied=release.copied()) as part,
     ):
+        _say_ready(path, part, lacking=release.lacking(), copied=release.copied())
         lacking: list[str] = []
         release.place_known()  # while the archive is on its way
         for _ in range(_TRIES):
@@ -91,7 +94,15 @@ def _unpack(release: build.Build, talk: Talk, part: Path, request: dict[str, Any
     if request["by"] == "stream":
         release.unpack(Frames(talk))
     elif request["by"] == "push":
-        _check_part(part, request)
+        try:
+            _check_part(part, request)
+        except Fault as fault:
+            # Another deploy took it for a leftover, or pct failed: it is lacking still, and asked for. A full disk
+            # would be as full the next time.
+            if not request.get("ahead") or fault.kind == "preflight":
+                raise
+            part.unlink(missing_ok=True)
+            return
         with part.open("rb") as archive:
             release.unpack(archive)
         part.unlink()  # what it held lies beside it now
@@ -264,15 +275,21 @@ def _make_folders(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, name: str, parameters: dict[str, Any]) -> Generator[None, None, None]:
-    """Holds <path>/locks/<name>.lock, which says who has it since when; the kernel frees it with this process."""
+def _lock(
+    path: Path, name: str, parameters: dict[str, Any], on_wait: Callable[[], None] = lambda: None
+) -> Generator[None, None, None]:
+    """Holds <path>/locks/<name>.lock, which says who has it since when; the kernel frees it with this process.
+    on_wait: called once, when another has it."""
     with (path / "locks" / f"{name}.lock").open("a+") as file:
-        deadline = time.monotonic() + parameters["patience"]
+        deadline, waiting = time.monotonic() + parameters["patience"], False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not waiting:
+                    waiting = True
+                    on_wait()
                 if time.monotonic() > deadline:
                     file.seek(0)
                     holder = file.read().strip() or "somebody"
@@ -289,10 +306,10 @@ def _lock(path: Path, name: str, parameters: dict[str, Any]) -> Generator[None, 
 
 
 @contextlib.contextmanager
-def _cleared(path: Path, activate: bool) -> Generator[None, None, None]:
+def _cleared(path: Path, activate: bool, part: Path) -> Generator[None, None, None]:
     if activate:
         _refuse_folder(path)
-    releases.remove_leftovers(path)
+    releases.remove_leftovers(path, but=part)
     yield
 
 
@@ -304,16 +321,21 @@ def _refuse_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _room(path: Path, **more: Any) -> Generator[Path, None, None]:
-    """Says where an archive may be pushed, and how much fits; what was pushed there is removed afterwards."""
-    part = path / "incoming" / f"deploy-{os.urandom(4).hex()}.part"
-    newest = releases.names(path)[-1:]
-    more["newest"] = newest[0] if newest else None
-    answers.say({"event": "ready", "part": str(part), "free_bytes": releases.free_bytes(path), **more})
+def _incoming(path: Path, name: str) -> Generator[Path, None, None]:
+    """Where an archive may be pushed; what was pushed there is removed afterwards."""
+    if not releases.may_come_in(name):
+        raise Fault("verification", "an archive can't be called that", repr(name))
+    part = path / "incoming" / name
     try:
         yield part
     finally:
         part.unlink(missing_ok=True)
+
+
+def _say_ready(path: Path, part: Path, **more: Any) -> None:
+    newest = releases.names(path)[-1:]
+    more["newest"] = newest[0] if newest else None
+    answers.say({"event": "ready", "part": str(part), "free_bytes": releases.free_bytes(path), **more})
 
 
 def _check_part(part: Path, request: dict[str, Any]) -> None:

@@ -54,6 +54,11 @@ def is_release_id(name: str) -> bool:
         return False
 
 
+def may_come_in(name: str) -> bool:
+    """Whether an archive may be called that in `incoming`: as leftovers are, so that it can become one."""
+    return name.endswith(".part") and _LEFT_IN_INCOMING.fullmatch(name) is not None
+
+
 def canonical(files: list[dict[str, Any]], folders: list[str]) -> bytes:
     """The bytes whose sha256 ends a release's id: the manifest's files, and its empty folders if there are any, in one
     spelling."""
@@ -233,13 +238,16 @@ def activate(path: Path, release: str) -> None:
     (path / "releases" / f"{release}{_UNUSED}").unlink(missing_ok=True)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes what killed deploys left behind; whoever holds the lock knows that nobody is at work on it."""
+def remove_leftovers(path: Path, but: Path | None = None) -> None:
+    """Removes what killed deploys left behind; whoever holds the lock knows that nobody is at work on it. A push that
+    another began ahead may be among it; it will be asked for again. but: our own."""
     for folder, ours in ((path / "incoming", _LEFT_IN_INCOMING), (path / "releases", _LEFT_IN_RELEASES)):
         with os.scandir(folder) as entries:
-            found = [entry.path for entry in entries if ours.fullmatch(entry.name)]
+            found = [Path(entry.path) for entry in entries if ours.fullmatch(entry.name)]
         for old in found:
-            remove(Path(old))
+            if old != but:
+                with contextlib.suppress(FileNotFoundError):  # its own deploy may remove it too
+                    remove(old)
     for release in unused(path).difference(names(path)):
         (path / "releases" / f"{release}{_UNUSED}").unlink()
     with os.scandir(path) as entries:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from conftest import Box, Cli, write_inventory
 from proxy import Proxy
 
 from dflash_ops import deploy as verbs
+from dflash_ops import remembered
+from dflash_ops import source as sources
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, OpsError, PreflightError
 from dflash_ops.progress import Progress
@@ -27,8 +29,11 @@ from dflash_ops.sending import Via
 from dflash_ops.shell import Shell
 from dflash_ops.source import Source
 
-STEPS: dict[Via, tuple[str, ...]] = {
-    "push": ("reading", "asking", "staging", "sending", "pct push", "unpacking"),
+# The ways, with the steps at which they are cut: a push that is begun ahead of the container's answer, one that is not,
+# and the stream.
+STEPS = {
+    "ahead": ("reading", "staging", "asking", "sending", "pct push", "unpacking"),
+    "push": ("staging", "sending", "pct push", "unpacking"),
     "stream": ("reading", "asking", "streaming", "checking"),
 }
 MOMENTS = (0.0, 0.01, 0.03, 0.1)
@@ -74,12 +79,35 @@ class Hook(Progress):
         self.hook(text)
 
 
+@dataclass(frozen=True)
+class Case:
+    """moment: seconds from the step's begin to the harm; None: one of MOMENTS."""
+
+    way: str
+    step: str
+    moment: float | None
+
+    @property
+    def via(self) -> Via:
+        return "stream" if self.way == "stream" else "push"
+
+
 class Target:
     """The container that deploys go into, and what happens to it."""
 
     def __init__(self, door: Shell, container: Container, source: Source, folder: Path, rng: random.Random) -> None:
         self.door, self.container, self.source, self.folder, self.rng = door, container, source, folder, rng
         self.known = {verbs.deploy(door, container, source).release}
+        self.there = self.contents()
+
+    def contents(self) -> list[str]:
+        return [file.sha256 for file in sources.read(self.door, self.source).manifest.files]
+
+    def expect(self, container: Container, case: Case) -> None:
+        """Lets deploys to the container go the case's way."""
+        remembered._file(container).unlink(missing_ok=True)
+        if case.way == "ahead":
+            remembered.remember(container, self.there)
 
     def change(self) -> None:
         """New content for a few files; the others are there already."""
@@ -98,6 +126,7 @@ class Target:
         done = verbs.deploy(self.door, self.container, self.source)
         assert done.release > max(self.known)
         self.known.add(done.release)
+        self.there = self.contents()
         until(lambda: leftovers(self.door, self.container) == [])
         if len(listed) > 10:
             verbs.prune(self.door, self.container, 2)  # the disk is small
@@ -115,11 +144,12 @@ def leftovers(shell: Shell, container: Container) -> list[str]:
     """What a deploy must not leave: archives, half releases, staging folders, and its own process in the container."""
     script = (
         "find incoming -mindepth 1; find releases -mindepth 1 -maxdepth 1 -name '*.tmp-*'; "
-        "find . -maxdepth 1 -name '.current-*'; pgrep -af '[ ]receive$' || true"
+        "find . -maxdepth 1 -name '.current-*'; pgrep -af '[ ]receive deploy by' || true"
     )
     words = ("sh", "-c", f'cd "$1" && {{ {script}; }}', "sh", container.path)
     found = shell.run(container, Command(words), check=True).out
-    found += shell.run(container.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")), check=True).out
+    script = "find /var/tmp -name 'dflash-ops-stage-*'; pgrep -af '[p]ct push 200' || true"
+    found += shell.run(container.host, Command(("sh", "-c", script)), check=True).out
     return found.decode().split("\n")[:-1]
 
 
@@ -133,45 +163,46 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 # -- the faults: each deploys, and does its harm when a step begins, or a moment later
 
 
-def at_step(step: str, moment: float, harm: Callable[[], object], stack: ExitStack) -> Hook:
-    """Does the harm once, in a thread when it comes a moment later."""
+def at_step(case: Case, harm: Callable[[], object], stack: ExitStack, *, at_once: bool = False) -> Hook:
+    """Does the harm once; in a thread when it comes a moment later, or may have to wait for our own push."""
     left = [harm]
 
     def hook(text: str) -> None:
-        if not text.startswith(step) or not left:
+        if not text.startswith(case.step) or not left:
             return
-        if moment == 0.0:
+        if at_once or (not case.moment and case.way != "ahead"):
             left.pop()()
             return
-        timer = threading.Timer(moment, left.pop())
+        timer = threading.Timer(case.moment or 0.0, left.pop())
         stack.callback(timer.join)
         timer.start()
 
     return Hook(hook)
 
 
-def cut_link(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def cut_link(target: Target, case: Case, stack: ExitStack) -> None:
     proxy = stack.enter_context(Proxy(target.container.host, target.folder))
+    container = proxy.before(target.container)
+    target.expect(container, case)
     with Shell() as shell:
-        way = at_step(step, moment, proxy.cut, stack)
-        verbs.deploy(shell, proxy.before(target.container), target.source, via=via, way=way)
+        verbs.deploy(shell, container, target.source, via=case.via, way=at_step(case, proxy.cut, stack))
 
 
-def kill_client(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def kill_client(target: Target, case: Case, stack: ExitStack) -> None:
     inventory = proxied(target.container, target.folder)
-    client = Cli(inventory).start("--debug", "deploy", "--via", via, str(target.source.root))
+    client = Cli(inventory).start("--debug", "deploy", "--via", case.via, str(target.source.root))
     assert client.stderr is not None
     for line in client.stderr:
-        if line.decode().startswith(step):
+        if line.decode().startswith(case.step):
             break
     else:
-        raise AssertionError(f"the deploy ended before {step!r}")
-    time.sleep(moment)
+        raise AssertionError(f"the deploy ended before {case.step!r}")
+    time.sleep(case.moment or 0.0)
     client.kill()
     client.communicate(timeout=60)
 
 
-def stop_container(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def stop_container(target: Target, case: Case, stack: ExitStack) -> None:
     host = target.container.host
 
     def start() -> None:
@@ -182,28 +213,29 @@ def stop_container(target: Target, via: Via, step: str, moment: float, stack: Ex
         target.door.run(host, Command(("pct", "stop", "200")), check=True)
 
     stack.callback(start)
-    deploy_beside(target, via, at_step(step, moment, stop, stack))
+    deploy_beside(target, case, at_step(case, stop, stack))
 
 
-def fill_container(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
-    fill_disk(target, target.container, "/opt/ballast", via, step, stack)
+def fill_container(target: Target, case: Case, stack: ExitStack) -> None:
+    fill_disk(target, target.container, "/opt/ballast", case, stack)
 
 
-def fill_host(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
-    fill_disk(target, target.container.host, "/var/tmp/ballast", via, step, stack)
+def fill_host(target: Target, case: Case, stack: ExitStack) -> None:
+    fill_disk(target, target.container.host, "/var/tmp/ballast", case, stack)
 
 
-def fill_disk(target: Target, place, file: str, via: Via, step: str, stack: ExitStack) -> None:
+def fill_disk(target: Target, place, file: str, case: Case, stack: ExitStack) -> None:
     left = target.rng.choice([0, 50_000, 150_000])
     stack.callback(lambda: target.door.run(place, Command(("rm", "-f", file)), check=True))
-    deploy_beside(target, via, at_step(step, 0.0, lambda: filled(target.door, place, file, left), stack))
+    filling = at_step(case, lambda: filled(target.door, place, file, left), stack, at_once=True)
+    deploy_beside(target, case, filling)
 
 
-def cut_push(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def cut_push(target: Target, case: Case, stack: ExitStack) -> None:
     push_badly(target, f"cut {target.rng.randrange(100_000)}", stack)
 
 
-def change_byte(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def change_byte(target: Target, case: Case, stack: ExitStack) -> None:
     push_badly(target, f"flip {target.rng.randrange(100_000)}", stack)
 
 
@@ -215,27 +247,34 @@ def push_badly(target: Target, fault: str, stack: ExitStack) -> None:
         verbs.deploy(target.door, target.container, target.source)
 
 
-def hold_lock(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def hold_lock(target: Target, case: Case, stack: ExitStack) -> None:
     """pct's own, for a second: it is waited for; or another deploy's, which is named."""
     host = target.container.host
-    if via == "push":
-        lock = ("flock", "/run/lock/lxc/pve-config-200.lock", "sh", "-c", "echo held; sleep 1")
+    if case.via == "push":
+        lock = Command(("flock", "/run/lock/lxc/pve-config-200.lock", "sh", "-c", "echo held; sleep 1"))
 
         def hold() -> None:
-            talk = stack.enter_context(target.door.converse(host, Command(lock)))
+            talk = stack.enter_context(target.door.converse(host, lock))
             assert talk.hear() == b"held"
 
-        verbs.deploy(target.door, target.container, target.source, via=via, way=at_step(step, 0.0, hold, stack))
+        def want() -> None:  # a push that waits for its file has it until then
+            thread = threading.Thread(target=target.door.run, args=(host, lock))
+            thread.start()
+            stack.callback(thread.join)
+
+        holding = at_step(case, want if case.way == "ahead" else hold, stack, at_once=True)
+        verbs.deploy(target.door, target.container, target.source, way=holding)
         return
-    talk = stack.enter_context(verbs._receiver(target.door, target.container, None, True))
-    talk.say(b'{"files": [], "folders": []}\n')
-    assert talk.hear()
+    part = "deploy-00000000.part"
+    other = stack.enter_context(verbs._receiver(target.door, target.container, None, True, part))
+    other.say({"files": [], "folders": []})
+    assert other.answer()["event"] == "ready"
     stack.enter_context(pytest.MonkeyPatch.context()).setattr(verbs, "_PATIENCE_SECONDS", 0.3)
     with pytest.raises(BusyError, match=r"another deploy is going on .*held by \w+@.* since 20"):
-        deploy_beside(target, via, Progress())
+        deploy_beside(target, case, Progress())
 
 
-def jump_clock(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def jump_clock(target: Target, case: Case, stack: ExitStack) -> None:
     """Forwards or backwards by years: ids still sort by age."""
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     years, real = target.rng.choice([-3, 1]), verbs.now
@@ -243,11 +282,12 @@ def jump_clock(target: Target, via: Via, step: str, moment: float, stack: ExitSt
     def jump() -> None:
         patch.setattr(verbs, "now", lambda: real() + timedelta(days=365 * years))
 
-    done = verbs.deploy(target.door, target.container, target.source, via=via, way=at_step(step, 0.0, jump, stack))
+    jumping = at_step(case, jump, stack, at_once=True)
+    done = verbs.deploy(target.door, target.container, target.source, via=case.via, way=jumping)
     assert done.release > max(target.known)
 
 
-def deploy_twice(target: Target, via: Via, step: str, moment: float, stack: ExitStack) -> None:
+def deploy_twice(target: Target, case: Case, stack: ExitStack) -> None:
     """The other one begins at a step of ours; it waits its turn, or is told who is at work."""
     other = Source(target.folder / "other")
     (other.root / "trainer").mkdir(parents=True, exist_ok=True)
@@ -257,22 +297,22 @@ def deploy_twice(target: Target, via: Via, step: str, moment: float, stack: Exit
     def run() -> None:
         try:
             with Shell() as shell:
-                ended.append(verbs.deploy(shell, target.container, other, via=via).release)
+                ended.append(verbs.deploy(shell, target.container, other, via=case.via).release)
         except OpsError as error:
             ended.append(error)
 
     thread = threading.Thread(target=run)
     stack.callback(thread.join)
-    ours = deploy_beside(target, via, at_step(step, 0.0, thread.start, stack))
+    ours = deploy_beside(target, case, at_step(case, thread.start, stack, at_once=True))
     thread.join()
     assert isinstance(ended[0], str | BusyError)
     current = [item.id for item in verbs.releases(target.door, target.container).releases if item.current]
     assert current[0] in (ours.release, ended[0])
 
 
-def deploy_beside(target: Target, via: Via, way: Progress) -> verbs.Deployed:
+def deploy_beside(target: Target, case: Case, way: Progress) -> verbs.Deployed:
     with Shell() as shell:
-        return verbs.deploy(shell, target.container, target.source, via=via, way=way)
+        return verbs.deploy(shell, target.container, target.source, via=case.via, way=way)
 
 
 FAULTS = {
@@ -287,22 +327,28 @@ FAULTS = {
     "the clock jumps": jump_clock,
     "two at once": deploy_twice,
 }
-CASES: list[tuple[Via, str, float]] = [
-    (via, step, moment) for via, steps in STEPS.items() for step in steps for moment in (MOMENTS[0], MOMENTS[-1])
+CASES = [
+    Case(way, step, moment)
+    for way, steps in STEPS.items()
+    for step in steps
+    # What is begun ahead is cut as each step begins, and a moment later; of the others a few are.
+    for moment in ((0.0, None) if way == "ahead" else (None,))
 ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_after_any_fault_at_any_step(small: Box, source: Source, door: Shell, share, tmp_path: Path, kind: str) -> None:
     assert len(CASES) * len(FAULTS) == 200
     rng = random.Random(kind)
     target = Target(door, replace(small.container, path=f"/opt/{kind.replace(' ', '-')}"), source, tmp_path, rng)
-    for via, step, most in (case for via in STEPS for case in share([case for case in CASES if case[0] == via])):
+    ahead = [case for case in CASES if case.way == "ahead"]
+    for case in (*share(ahead), *share([case for case in CASES if case not in ahead])):
+        case = replace(case, moment=rng.choice(MOMENTS) if case.moment is None else case.moment)
+        target.expect(target.container, case)
         target.change()
-        moment = rng.choice(MOMENTS[1:]) if most else 0.0
         with ExitStack() as stack, refused_at_most():
-            FAULTS[kind](target, via, step, moment, stack)
+            FAULTS[kind](target, case, stack)
         target.check()
     door.run(target.container, Command(("rm", "-r", target.container.path)), check=True)  # the disk is small
 

@@ -42,7 +42,7 @@ sys.addaudithook(hook)
 """
 
 
-DEPLOY = {"user": None, "activate": True}
+DEPLOY = {"user": None, "activate": True, "part": "deploy-0123abcd.part"}
 
 
 class Receiver:
@@ -84,6 +84,8 @@ class Receiver:
             last = ready = talk.hear()
             if last is not None and json.loads(last)["ok"]:
                 talk.say(json.dumps(described).encode() + b"\n")
+                last = ready = talk.hear()
+            if last is not None and json.loads(last).get("event") == "waiting":
                 last = ready = talk.hear()
             answer = json.loads(last) if last else {"ok": False}
             while answer["ok"] and answer["event"] in ("ready", "again"):

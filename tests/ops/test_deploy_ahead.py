@@ -1,0 +1,272 @@
+"""A push that is begun before the container has said what it lacks: when it serves, and when the guess was wrong."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import Box, Cli
+
+from dflash_ops import deploy as verbs
+from dflash_ops import remembered, sending
+from dflash_ops.command import Command, Container
+from dflash_ops.errors import OpsError
+from dflash_ops.progress import Progress
+from dflash_ops.sandbox.session import HOME
+from dflash_ops.sandbox.transfer import PUSH_FAULT
+from dflash_ops.shell import Shell
+from dflash_ops.source import Source
+from dflash_ops.staging import waiting_push
+
+USUAL = ["reading", "asking", "staging", "sending", "pct", "unpacking"]
+AHEAD = ["reading", "staging", "asking", "sending", "pct", "unpacking"]
+
+
+class Steps(Progress):
+    """Remembers the steps' first words, and calls back when one begins."""
+
+    def __init__(self, hooks: dict[str, Callable[[], object]] | None = None) -> None:
+        self.steps: list[str] = []
+        self._hooks = hooks or {}
+
+    def step(self, text: str) -> None:
+        self.steps.append(text.split()[0])
+        hook = self._hooks.pop(self.steps[-1], None)
+        if hook is not None:
+            hook()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    folder = tmp_path / "source"
+    (folder / "trainer").mkdir(parents=True)
+    for number in range(5):
+        (folder / "trainer" / f"{number}.py").write_bytes(os.urandom(3000))
+    return Source(folder)
+
+
+@pytest.fixture
+def change(source: Source) -> Callable[[], None]:
+    return lambda: void((source.root / "trainer" / "0.py").write_bytes(os.urandom(3000)))
+
+
+def void(_: object) -> None:
+    pass
+
+
+def left(shell: Shell, container: Container) -> bytes:
+    """What a deploy must not leave, in the container and on its host."""
+    script = "find incoming -mindepth 1; find releases -mindepth 1 -maxdepth 1 -name '*.tmp-*'"
+    words = ("sh", "-c", f'cd "$1" && {{ {script}; }}', "sh", container.path)
+    found = shell.run(container, Command(words), check=True).out
+    script = f"find /var/tmp -name 'dflash-ops-stage-*'; pgrep -af '[p]ct push 200 .*{container.path}' || true"
+    return found + shell.run(container.host, Command(("sh", "-c", script)), check=True).out
+
+
+def whole(shell: Shell, container: Container, release: str) -> bool:
+    """Whether that release is current, each of its files checked."""
+    verbs.rollback(shell, container, release)
+    return [item.id for item in verbs.releases(shell, container).releases if item.current] == [release]
+
+
+@pytest.mark.parametrize("vmid", [200, 201])
+def test_the_push_is_begun_before_the_container_is_asked(
+    shell: Shell, box: Box, source: Source, change, monkeypatch: pytest.MonkeyPatch, vmid: int
+) -> None:
+    """Once something is known of the container: two commands on the host, one of them in the container."""
+    from dflash_ops import ssh
+
+    lines: list[bytes] = []
+    start = ssh.Link.start
+    monkeypatch.setattr(ssh.Link, "start", lambda link, line, **rest: lines.append(line) or start(link, line, **rest))
+    container, first = replace(box.container, vmid=vmid), Steps()
+    verbs.deploy(shell, container, source, way=first)
+    assert first.steps == USUAL
+    for _ in range(2):
+        change()
+        lines.clear()
+        way = Steps()
+        done = verbs.deploy(shell, container, source, way=way)
+        assert way.steps == AHEAD and (done.reused, done.files) == (4, 5) and done.sent > 3000
+        assert sorted((b"lxc-attach" in line, b"push" in line) for line in lines) == [(False, True), (True, False)]
+    lines.clear()
+    assert verbs.deploy(shell, container, source).sent == 0
+    assert len(lines) == 1  # nothing was likely to be lacking
+    assert left(shell, container) == b""
+
+
+def test_by_the_command_line(cli: Cli, shell: Shell, box: Box, source: Source, change) -> None:
+    """What one process has left there, the next one knows."""
+    for steps in (USUAL, AHEAD):
+        done = cli("--debug", "deploy", str(source.root))
+        assert done.returncode == 0 and [line.split()[0].decode() for line in done.stderr.splitlines()] == steps
+        change()
+    assert left(shell, box.container) == b""
+
+
+def test_what_somebody_else_has_sent_already_needs_no_push(shell: Shell, box: Box, source: Source, change) -> None:
+    container = box.container
+    verbs.deploy(shell, container, source)
+    known = remembered._file(container).read_bytes()
+    change()
+    verbs.deploy(shell, container, source)
+    remembered._file(container).write_bytes(known)  # as if that had been another laptop
+    way = Steps()
+    done = verbs.deploy(shell, container, source, way=way)
+    assert way.steps == ["reading", "staging", "asking", "unpacking"] and done.sent == 0
+    assert left(shell, container) == b"" and whole(shell, container, done.release)
+
+
+@pytest.mark.parametrize("harm", ["all is gone", "incoming is gone", "more is lacking than one push ahead may carry"])
+def test_a_container_that_is_not_as_we_left_it(
+    shell: Shell, box: Box, source: Source, change, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    container = box.container
+    verbs.deploy(shell, container, source)
+    change()
+    gone = "incoming" if "incoming" in harm else "releases" if "more" in harm else ""
+    shell.run(container, Command(("rm", "-r", f"{container.path}/{gone}")), check=True)
+    if "more" in harm:
+        monkeypatch.setattr(sending, "_SMALL_BYTES", 10_000)
+    way = Steps()
+    done = verbs.deploy(shell, container, source, way=way)
+    assert way.steps[:3] == AHEAD[:3] and way.steps[-4:] == USUAL[-4:]
+    assert left(shell, container) == b"" and whole(shell, container, done.release)
+
+
+def test_what_another_took_for_a_leftover_is_sent_again(shell: Shell, box: Box, source: Source, change) -> None:
+    container = box.container
+    verbs.deploy(shell, container, source)
+    change()
+
+    def clear() -> None:
+        shell.run(container, Command(("sh", "-c", 'rm "$1"/incoming/*.part', "sh", container.path)), check=True)
+
+    way = Steps({"unpacking": clear})
+    done = verbs.deploy(shell, container, source, way=way)
+    assert way.steps == [*AHEAD, "1", *USUAL[2:]]
+    assert left(shell, container) == b"" and whole(shell, container, done.release)
+
+
+@pytest.mark.parametrize("fault", ["cut 1000", "flip 700"])
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_push_that_goes_wrong_is_made_once_more(
+    shell: Shell, box: Box, source: Source, change, fault: str, heals: bool
+) -> None:
+    container, host = box.container, box.host
+    first = verbs.deploy(shell, container, source).release
+    change()
+    script = 'echo "$1" > "$2"'
+    shell.run(host, Command(("sh", "-c", script, "sh", fault, str(PUSH_FAULT))), check=True)
+
+    def heal() -> None:
+        shell.run(host, Command(("rm", "-f", str(PUSH_FAULT))), check=True)
+
+    way = Steps({"unpacking": heal} if heals else None)
+    try:
+        if heals:
+            first = verbs.deploy(shell, container, source, way=way).release
+        else:
+            with pytest.raises(OpsError, match="what arrived is not what was sent"):
+                verbs.deploy(shell, container, source, way=way)
+    finally:
+        heal()
+    assert way.steps == [*AHEAD, "1", *USUAL[2:]]
+    assert left(shell, container) == b"" and whole(shell, container, first)
+
+
+def test_whoever_has_the_deploys_lock_gets_pcts(shell: Shell, box: Box, source: Source, change) -> None:
+    """Two at once: the push of the one that has it needs the lock that our own push has while it waits for its file."""
+    container, other = box.container, Source(source.root.with_name("other"))
+    other.root.mkdir()
+    (other.root / "file").write_bytes(os.urandom(5000))
+    verbs.deploy(shell, container, source)
+    change()
+    remembered._file(container).unlink()
+    ours: list[verbs.Deployed] = []
+    waits = threading.Event()
+    way = Steps({"waiting": waits.set})
+    thread = threading.Thread(target=lambda: ours.append(verbs.deploy(shell, container, source, way=way)))
+
+    def begin() -> None:
+        remembered.remember(container, [])
+        thread.start()
+        assert waits.wait(20)
+
+    try:
+        theirs = verbs.deploy(shell, container, other, way=Steps({"staging": begin}))
+    finally:
+        thread.join(30)
+    assert way.steps == [*AHEAD[:3], "waiting", *USUAL[2:]]
+    assert ours[0].previous == theirs.release
+    assert left(shell, container) == b"" and whole(shell, container, ours[0].release)
+
+
+LATE = """#!/bin/sh
+# A pct that opens its source late, as the real one does: loading perl takes it half a second.
+while [ "$1" = push ] && [ ! -e /root/late/go ]; do sleep 0.01; done
+exec /usr/sbin/pct "$@"
+"""
+
+
+def test_a_pct_that_begins_to_read_when_all_has_been_written(shell: Shell, box: Box, source: Source, change) -> None:
+    verbs.deploy(shell, box.container, source)
+    change()
+    shell.run(box.host, Command(("mkdir", "-p", "/root/late")), check=True)
+    shell.send(box.host, LATE.encode(), "/root/late/pct")
+    shell.run(box.host, Command(("chmod", "755", "/root/late/pct")), check=True)
+    shell.send(box.host, b"PATH=/root/late:$PATH\n", f"{HOME}/.bashrc")
+    script = "while pgrep -x head || pgrep -f '^cat /var/tmp/dflash'; do sleep 0.01; done; touch /root/late/go"
+    go = Command(("sh", "-c", script))
+    thread = threading.Thread(target=lambda: shell.run(box.host, go, check=True))
+    way = Steps({"pct": thread.start})
+    try:
+        done = verbs.deploy(shell, box.container, source, way=way)
+        thread.join(30)
+    finally:
+        shell.run(box.host, Command(("rm", "-rf", f"{HOME}/.bashrc", "/root/late")), check=True)
+    assert way.steps == AHEAD
+    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+
+
+def test_a_push_that_nobody_lets_go_is_killed(shell: Shell, box: Box) -> None:
+    """Its lock, too: by a word, and by our silence at the end."""
+    part = f"{box.container.path}/part"
+    lock = Command(("flock", "-w", "20", "/run/lock/lxc/pve-config-200.lock", "true"))
+    for withdraw in (True, False):
+        with waiting_push(shell, box.container, part) as push:
+            if withdraw:
+                push.withdraw(timeout=20)
+        shell.run(box.host, lock, check=True)
+    script = "while pgrep -f 'pct push 200 /dev/[s]tdin' >/dev/null; do sleep 0.05; done"
+    shell.run(box.host, Command(("timeout", "20", "sh", "-c", script)), check=True)
+
+
+def test_what_is_remembered(box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    container = box.container
+    first, second = "ab" * 32, "cd" * 32
+    assert remembered.recall(container) is None
+    remembered.remember(container, [first])
+    remembered.remember(container, [second, second])
+    assert remembered.recall(container) == {first[:16], second[:16]}
+    assert remembered.recall(replace(container, path="/opt/other")) is None
+    file = remembered._file(container)
+    for text in (
+        b"",
+        b"[]",
+        b'{"schema_version": 2, "contents": []}',
+        b'{"schema_version": 1, "contents": [[]]}',
+        b"\xff",
+    ):
+        file.write_bytes(text)
+        assert remembered.recall(container) is None
+    for number in range(70):
+        remembered.remember(replace(container, vmid=1000 + number), [])
+    assert len(list(file.parent.iterdir())) == 64
+    assert remembered.recall(replace(container, vmid=1069)) == frozenset()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    remembered.remember(container, [first])
+    assert remembered.recall(container) is None
