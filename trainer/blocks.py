@@ -157,17 +157,23 @@ def make_blocks(
     )
 
 
-def visibility(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Predicate:
+def visibility(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING, *, merged: bool = False) -> Predicate:
     """The mask as a predicate over queries [0, Q) and keys: first the S context tokens, then the Q block tokens.
 
     A block sees its document before its anchor, and itself, both as far as `sight` goes. A slot without an anchor
     (anchor 0) sees only itself: no query is left with nothing to see.
+
+    merged: queries and keys of several heads lie behind each other; none sees another head's.
     """
     anchors_BN, starts_BN = blocks.anchors_BN, blocks.starts_BN
     count = anchors_BN.shape[1]
     block_size = blocks.ids_BQ.shape[1] // count
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        one_head: Tensor | bool = True
+        if merged:
+            queries, keys = count * block_size, row_tokens + count * block_size
+            one_head, query, key = query // queries == key // keys, query % queries, key % keys
         # flex rounds the queries up to whole tiles: without the clamp the last ones index out of bounds.
         block = (query // block_size).clamp(max=count - 1)
         anchor = anchors_BN[row, block]
@@ -177,7 +183,7 @@ def visibility(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Pr
             context = context & (key > anchor + query % block_size - sight.window)
         if sight.causal:
             own = own & (key - row_tokens <= query)
-        return context | own
+        return (context | own) & one_head if merged else context | own
 
     return seen
 
@@ -215,18 +221,36 @@ def listed_tiles(tiles_BIK: Tensor) -> tuple[Tensor, Tensor]:
     return tiles_BIK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 
 
-def tile_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> BlockMask:
-    """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
+@dataclass(frozen=True)
+class Tiling:
+    """How a mask is cut into tiles for flex attention.
 
-    A tile of 128 queries needs the key tiles from the first context token that any of its blocks sees to its highest
-    anchor, and those of its own blocks. The key tiles between the last of its blocks' first tokens and its lowest
-    anchor are seen by every one of its queries: flex skips the predicate there, so forgetting the documents' starts, or
-    how far a block's last slot sees, would show more than there is to see.
+    key_tile: keys in a tile, at most TILE, a divisor of it. merged_heads: key heads that lie behind each other as one
+    (fast_draft.attend); 1: each by itself.
     """
-    count, queries = blocks.anchors_BN.shape[1], blocks.ids_BQ.shape[1]
-    block_size = queries // count
-    device = blocks.ids_BQ.device
-    query_tiles, key_tiles = -(-queries // TILE), -(-(row_tokens + queries) // TILE)
+
+    key_tile: int = TILE
+    merged_heads: int = 1
+
+
+WHOLE = Tiling()
+Lists = tuple[Tensor, ...]  # of a BlockMask: counts and places of partly and of fully seen tiles, then transposed
+
+
+def tile_lists(
+    anchors_BN: Tensor,
+    starts_BN: Tensor,
+    keep_BN: Tensor,
+    block_size: int,
+    row_tokens: int,
+    sight: Sight = EVERYTHING,
+    tiling: Tiling = WHOLE,
+) -> Lists:
+    """The tiles of `tile_mask`. The same shapes for the same N, T and S."""
+    count = anchors_BN.shape[1]
+    queries = count * block_size
+    device, wide = anchors_BN.device, tiling.key_tile
+    query_tiles, key_tiles = -(-queries // TILE), -(-(row_tokens + queries) // wide)
     first_query_I = torch.arange(query_tiles, device=device) * TILE
     last_query_I = (first_query_I + TILE - 1).clamp(max=queries - 1)
     first_block_I, last_block_I = first_query_I // block_size, last_query_I // block_size
@@ -242,29 +266,62 @@ def tile_mask(blocks: Blocks, row_tokens: int, sight: Sight = EVERYTHING) -> Blo
         return torch.where(where, values_BN[:, None], 0).amax(-1, keepdim=True)
 
     # The first context token that a block's first slot sees, and its last slot, whose window begins latest.
-    first_BN = latest_BN = blocks.starts_BN
+    first_BN = latest_BN = starts_BN
     if sight.window is not None:
-        first_BN = first_BN.maximum(blocks.anchors_BN - sight.window + 1)
-        latest_BN = latest_BN.maximum(blocks.anchors_BN + block_size - sight.window)
+        first_BN = first_BN.maximum(anchors_BN - sight.window + 1)
+        latest_BN = latest_BN.maximum(anchors_BN + block_size - sight.window)
 
-    kept_BIN = touches_IN & blocks.keep_BN[:, None]
+    kept_BIN = touches_IN & keep_BN[:, None]
     tile_K = torch.arange(key_tiles, device=device)
-    needed_BIK = (tile_K >= lowest(first_BN, kept_BIN) // TILE) & (tile_K * TILE < highest(blocks.anchors_BN, kept_BIN))
-    full_BIK = (tile_K * TILE >= highest(latest_BN, touches_IN)) & (
-        (tile_K + 1) * TILE <= lowest(blocks.anchors_BN, touches_IN)
+    needed_BIK = (tile_K >= lowest(first_BN, kept_BIN) // wide) & (tile_K * wide < highest(anchors_BN, kept_BIN))
+    full_BIK = (tile_K * wide >= highest(latest_BN, touches_IN)) & (
+        (tile_K + 1) * wide <= lowest(anchors_BN, touches_IN)
     )
-    own_first_I = (row_tokens + first_block_I * block_size) // TILE
-    own_last_I = (row_tokens + (last_block_I + 1) * block_size - 1) // TILE
+    own_first_I = (row_tokens + first_block_I * block_size) // wide
+    own_last_I = (row_tokens + (last_block_I + 1) * block_size - 1) // wide
     own_IK = (tile_K >= own_first_I[:, None]) & (tile_K <= own_last_I[:, None])
     partial_BIK = (needed_BIK | own_IK) & ~full_BIK
-
-    transposed = listed_tiles(partial_BIK.transpose(1, 2)), listed_tiles(full_BIK.transpose(1, 2))
-    return BlockMask(
-        (queries, row_tokens + queries),
+    lists = [
         *listed_tiles(partial_BIK),
         *listed_tiles(full_BIK),
-        *transposed[0],
-        *transposed[1],
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=visibility(blocks, row_tokens, sight),
+        *listed_tiles(partial_BIK.transpose(1, 2)),
+        *listed_tiles(full_BIK.transpose(1, 2)),
+    ]
+    if tiling.merged_heads == 1:
+        return tuple(lists)
+    # The tiles of head h lie behind those of the heads before it.
+    head_G = torch.arange(tiling.merged_heads, device=device, dtype=torch.int32)[:, None, None]
+    merged: list[Tensor] = []
+    for counts, places in zip(lists[::2], lists[1::2], strict=True):
+        step = places.shape[-1]
+        merged += [counts.repeat(1, 1, tiling.merged_heads), (places[:, :, None] + head_G * step).flatten(2, 3)]
+    return tuple(merged)
+
+
+def tile_mask(
+    blocks: Blocks,
+    row_tokens: int,
+    sight: Sight = EVERYTHING,
+    tiling: Tiling = WHOLE,
+    lists: Callable[..., Lists] = tile_lists,
+) -> BlockMask:
+    """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
+
+    A tile of 128 queries needs the key tiles from the first context token that any of its blocks sees to its highest
+    anchor, and those of its own blocks. The key tiles between the last of its blocks' first tokens and its lowest
+    anchor are seen by every one of its queries: flex skips the predicate there, so forgetting the documents' starts, or
+    how far a block's last slot sees, would show more than there is to see.
+
+    lists: tile_lists, or compiled.
+    """
+    queries = blocks.ids_BQ.shape[1]
+    keys, many = row_tokens + queries, tiling.merged_heads
+    if many > 1 and (queries % TILE or keys % TILE):
+        raise ValueError(f"{queries} queries on {keys} keys are no whole tiles of {TILE}: heads can't be merged")
+    block_size = queries // blocks.anchors_BN.shape[1]
+    return BlockMask(
+        (many * queries, many * keys),
+        *lists(blocks.anchors_BN, blocks.starts_BN, blocks.keep_BN, block_size, row_tokens, sight, tiling),
+        BLOCK_SIZE=(TILE, tiling.key_tile),
+        mask_mod=visibility(blocks, row_tokens, sight, merged=many > 1),
     )

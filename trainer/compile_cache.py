@@ -27,11 +27,14 @@ COMPILED = (  # modules whose code torch compiles
     "compiled",
     "draft",
     "draft_config",
+    "fast_draft",
     "fast_target",
+    "features",
     "fp8",
     "learner",
     "loss",
     "masks",
+    "update",
 )
 WAIT = 5.0  # seconds for another process to be done with cleaning up
 

@@ -75,9 +75,14 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> Rotation:
-        angles = positions[:, None, :, None].float() * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        return rotation_of(positions, self.frequencies, self.scaling)
+
+
+def rotation_of(positions: Tensor, frequencies: Tensor, scaling: float) -> Rotation:
+    """cos and sin of positions [B, tokens]; frequencies [D/2], float32."""
+    angles = positions[:, None, :, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 def scaled_frequencies(config: DraftConfig) -> tuple[Tensor, float]:

@@ -24,6 +24,13 @@ from torch import Tensor
 from trainer.blocks import Blocks, moved
 
 
+def block_embeds(anchor_embeds_BNH: Tensor, mask_embed_H: Tensor, block_size: int) -> Tensor:
+    """The embeddings of the blocks' tokens, [B, Q, H]: the anchor's, then masks."""
+    batch, count, _ = anchor_embeds_BNH.shape
+    mask_BNPH = mask_embed_H.expand(batch, count, block_size - 1, -1)
+    return torch.cat((anchor_embeds_BNH[:, :, None], mask_BNPH), dim=2).flatten(1, 2)
+
+
 @dataclass(frozen=True)
 class RowBatch:
     """Packed rows and the anchors drawn in them."""
@@ -142,10 +149,7 @@ class FeatureBatch:
 
     def embeds_BQH(self) -> Tensor:
         """The embeddings of the blocks' tokens: the anchor, then masks."""
-        batch, count, _ = self.anchor_embeds_BNH.shape
-        masks = self.blocks.labels_BNP.shape[2]
-        mask_BNPH = self.mask_embed_H.expand(batch, count, masks, -1)
-        return torch.cat((self.anchor_embeds_BNH[:, :, None], mask_BNPH), dim=2).flatten(1, 2)
+        return block_embeds(self.anchor_embeds_BNH, self.mask_embed_H, self.blocks.labels_BNP.shape[2] + 1)
 
     def teacher_BNPH(self) -> Tensor | None:
         """What the target's head reads to predict slot k = 1..P of the block at a: its state at token a + k - 1."""

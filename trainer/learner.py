@@ -9,20 +9,23 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainer.acceptance import answer_cycles, by_position
-from trainer.blocks import dense_mask, make_blocks, tile_mask, whole_tiles
+from trainer.blocks import Lists, Tiling, dense_mask, make_blocks, tile_lists, tile_mask, whole_tiles
 from trainer.compiled import compiled
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
+from trainer.fast_draft import WorkingCopy, forward
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
-from trainer.optim import divide_gradients, gradient_norms, step_if, total_norm
+from trainer.optim import clip_scale, divide_gradients, gradient_norms, norms_of, step_if, total_norm
+from trainer.switches import Switches, chosen
 from trainer.target import TargetModel
+from trainer.update import Weight, adamw, update_weights
 
 
 class Figures(NamedTuple):
@@ -172,17 +175,33 @@ class Learner:
         chunk_blocks: int,
         clip: float,
         objective: Objective = "cross-entropy",
+        switches: Switches | None = None,
     ) -> None:
-        """head_VH: the target's head, on the drafter's device. clip: highest gradient norm."""
+        """head_VH: the target's head, on the drafter's device. clip: highest gradient norm.
+
+        switches: of the drafter's part; None: on a GPU the chosen ones, on the CPU none.
+        """
         self.model, self.optimizer = model, optimizer
         self._objective: Objective = objective
         self._head_VH, self._weighting, self._chunk_blocks, self._clip = head_VH, weighting, chunk_blocks, clip
         self.device = head_VH.device
+        on_gpu = self.device.type == "cuda"
+        self._switches = switches or (chosen() if on_gpu else Switches())
+        self._tiling = Tiling(self._switches.key_tile, model.config.num_kv_heads if self._switches.merged_heads else 1)
+        self._working: WorkingCopy | None = None
         self._forward: Callable[..., Tensor] = model
+        if self._switches.draft_working:
+            self._working = WorkingCopy(model, torch.bfloat16 if on_gpu else next(model.parameters()).dtype)
+            self._forward = forward
         self._chunk: ChunkLoss = chunk_loss
-        if self.device.type == "cuda":
-            self._forward = cast(Callable[..., Tensor], compiled(model))
+        self._step: Callable[..., None] = adamw
+        self._lists: Callable[..., Lists] = tile_lists
+        if on_gpu:
+            self._forward = cast(Callable[..., Tensor], compiled(self._forward))
             self._chunk = cast(ChunkLoss, compiled(chunk_loss))
+            self._step = compiled(adamw)
+            if self._switches.blocks_compiled:
+                self._lists = compiled(tile_lists)
         self.step_terms: LossTerms | None = None  # of the step under way
 
     def terms(self, batch: FeatureBatch) -> LossTerms:
@@ -194,6 +213,10 @@ class Learner:
 
     def learn(self, batch: FeatureBatch) -> None:
         """Adds a batch's gradients to the step under way."""
+        if self._working is not None:
+            self._working.refresh()
+            if self.step_terms is not None:  # a sum of several batches is kept in float32, and so wants its own place
+                self._working.add_up()
         terms = self.terms(batch)
         terms.loss_sum.backward()
         done = terms.detached()
@@ -207,27 +230,63 @@ class Learner:
         """
         assert self.step_terms is not None, "update without learn"
         terms, parameters = self.step_terms, list(self.model.parameters())
-        divide_gradients(parameters, terms.normaliser)
-        verdict = Verdict.of(terms, total_norm(gradient_norms(parameters)))
-        self.apply(lr, verdict, parameters)
+        if self._working is None:
+            divide_gradients(parameters, terms.normaliser)
+            verdict = Verdict.of(terms, total_norm(gradient_norms(parameters)))
+            self.apply(lr, verdict, parameters)
+            return StepFigures(terms, verdict.grad_norm, verdict.finite)
+        if any(self._working.is_matrix(p) and p.grad is not None for p in parameters):
+            self._working.add_up()
+        weights = self._working.weights_of(parameters)
+        scale = 1 / terms.normaliser.clamp(min=1e-12)
+        verdict = Verdict.of(terms, total_norm(norms_of([weight.gradient for weight in weights])) * scale)
+        self._update(lr, weights, scale * clip_scale(verdict.grad_norm, self._clip), verdict.good)
         return StepFigures(terms, verdict.grad_norm, verdict.finite)
+
+    def sum_up(self) -> None:
+        """The step's gradients so far go where the trained weights have theirs: for who adds up several learners'."""
+        if self._working is not None:
+            self._working.add_up()
+
+    @torch.no_grad()
+    def _update(self, lr: float, weights: Sequence[Weight], scale: Tensor, good: Tensor) -> None:
+        """The optimiser's step with copies that compute, gradients multiplied by `scale`; forgets them all."""
+        assert self._working is not None
+        self._set_rate(lr)
+        update_weights(self.optimizer, weights, lr=lr, scale=scale, good=good, step=self._step)
+        self._working.note(weights)
+        self._forget()
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._working is not None:
+            self._working.forget()
+        self.step_terms = None
 
     def apply(self, lr: float, verdict: "Verdict", parameters: Sequence[nn.Parameter]) -> None:
         """Ends the step of these parameters, whose gradients are divided, and forgets all gradients and terms.
 
         verdict: on this device. Parameters that are left out must have no gradient: the optimiser takes all that have.
         """
+        if self._working is not None:
+            weights = self._working.weights_of(parameters)
+            self._update(lr, weights, clip_scale(verdict.grad_norm, self._clip), verdict.good)
+            return
         # A norm that is not finite leaves gradients that are not; no one reads them then.
         torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, verdict.grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._set_rate(lr)
         step_if(verdict.good, self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step_terms = None
+        self._forget()
 
     @torch.no_grad()
     def measure_all(self, batch: FeatureBatch) -> Measured:
         """A batch that is not learned from, at all its anchors: many forwards, all of the shape that `learn` has."""
+        if self._working is not None:
+            self._working.refresh()
         parts = [self._part(batch, index) for index in range(batch.forwards())]
         terms = parts[0][0]
         for more, _ in parts[1:]:
@@ -239,23 +298,64 @@ class Learner:
 
         batch: one as they will come, teacher included where the objective needs it.
         """
-        terms, _ = self._part(batch, 0)
-        terms.loss_sum.backward()
+        import torch._functorch.config as functorch
+
+        settings: Any = functorch
+        with settings.patch(activation_memory_budget=self._switches.memory_budget):
+            terms, _ = self._part(batch, 0)
+            terms.loss_sum.backward()
         with torch.no_grad():
             self._part(batch, 0)
-        self.optimizer.zero_grad(set_to_none=True)
+            if self._working is not None:
+                self._warm_up_update()
+        self._forget()
+
+    def _warm_up_update(self) -> None:
+        """Each kind of weight once, on what belongs to nobody: gradients of one batch, and sums of several."""
+        assert self._working is not None
+        parameters, kinds = list(self.model.parameters()), set[tuple[object, ...]]()
+        for weight in (*self._working.weights_of(parameters), *self._working.summed(parameters)):
+            copy = weight.copy
+            kind = weight.master.numel(), weight.gradient.dtype, None if copy is None else copy.dtype
+            if kind in kinds:
+                continue
+            kinds.add(kind)
+            like = torch.zeros_like(weight.master.detach())
+            stand_in = Weight(
+                nn.Parameter(like), torch.zeros_like(weight.gradient), None if copy is None else copy.clone()
+            )
+            optimizer = torch.optim.AdamW([stand_in.master])
+            nothing = torch.zeros((), device=self.device)
+            update_weights(optimizer, [stand_in], lr=0.0, scale=nothing, good=nothing > 0, step=self._step)
 
     def _part(self, batch: FeatureBatch, index: int) -> tuple[LossTerms, Tensor]:
         """One forward and its loss; with the accepted slots of each block, [B, N]."""
         part, draft = batch.part(index), self.model.config
         blocks, row_tokens = part.blocks, part.positions_BS.shape[1]
         on_gpu = self.device.type == "cuda"
-        mask = tile_mask if on_gpu else dense_mask
-        attention = tuple(mask(blocks, row_tokens, sight) for sight in draft.sights)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+        if on_gpu:
+            attention = tuple(tile_mask(blocks, row_tokens, sight, self._tiling, self._lists) for sight in draft.sights)
+        else:
+            attention = tuple(dense_mask(blocks, row_tokens, sight) for sight in draft.sights)
+        if self._working is not None:
             hidden_BQH = self._forward(
-                part.features_BSF, part.embeds_BQH(), part.positions_BS, blocks.positions_BQ, attention
+                self._working.weights,
+                self._working.shape,
+                self.model.rotary.frequencies,
+                part.features_BSF,
+                part.anchor_embeds_BNH,
+                part.mask_embed_H,
+                part.positions_BS,
+                blocks.positions_BQ,
+                attention,
+                self._switches.merged_heads,
+                self._switches.flex,
             )
+        else:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
+                hidden_BQH = self._forward(
+                    part.features_BSF, part.embeds_BQH(), part.positions_BS, blocks.positions_BQ, attention
+                )
         teacher_BNPH = part.teacher_BNPH() if self._objective != "cross-entropy" else None
         return loss_and_accepted(
             scaled(hidden_BQH, draft.logit_scale).unflatten(1, (blocks.anchors_BN.shape[1], -1)),

@@ -52,8 +52,24 @@ def gradient_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     `total_norm` of them, in the model's order, is to the bit what torch's clip_grad_norm_ returns, wherever each was
     made.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return list(torch._foreach_norm(gradients)) if gradients else []
+    return norms_of([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each, in float32 or wider."""
+    by_type: dict[torch.dtype, list[int]] = {}  # one call for many wants one type
+    for index, gradient in enumerate(gradients):
+        by_type.setdefault(gradient.dtype, []).append(index)
+    found: dict[int, Tensor] = {}
+    for dtype, places in by_type.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        found |= zip(places, torch._foreach_norm([gradients[i] for i in places], dtype=wide), strict=True)
+    return [found[index] for index in range(len(gradients))]
+
+
+def clip_scale(grad_norm: Tensor, highest: float) -> Tensor:
+    """What torch's clipping multiplies gradients by."""
+    return (highest / (grad_norm + 1e-6)).clamp(max=1.0)
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     shape = batch_shape(config, micro_rows(config), dtype)
     places = [torch.device(name) for name in dict.fromkeys(chain.from_iterable(layout.targets))]
     fast = [
-        place for place in places if place.type == "cuda" and (switches.CHOSEN.target_compiled or config.target.fp8)
+        place for place in places if place.type == "cuda" and (switches.chosen().target_compiled or config.target.fp8)
     ]
     targets = [_stand_in_target(config, place, dtype) for place in fast]
     warmed = warm_up_targets(targets, shape, (0, 1), fp8=config.target.fp8, say=say)

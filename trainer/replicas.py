@@ -122,7 +122,17 @@ class Replicas:
         self._read_checksums()
         self._step += 1
         self._mark_all(lambda clock: clock.start())
+        figures = self.learners[0].update(lr) if len(self.learners) == 1 else self._update_all(lr)
+        self._mark_all(lambda clock: clock.end())
+        if self._check_every and self._step % self._check_every == 0:
+            self._begin_check()
+        self._beat()
+        return figures
+
+    def _update_all(self, lr: float) -> StepFigures:
         terms = self._total()
+        for learner in self.learners:
+            learner.sum_up()
         self._reduction.sum_gradients(everywhere=not self._sharded)
         for learner, parameters in self._each():
             divide_gradients(parameters, terms.normaliser.to(learner.device, non_blocking=True))
@@ -131,12 +141,7 @@ class Replicas:
             learner.apply(lr, verdict.to(learner.device), parameters)
         if self._sharded:
             self._reduction.spread_weights()
-        self._mark_all(lambda clock: clock.end())
-        figures = StepFigures(terms, verdict.grad_norm, verdict.finite)
-        if self._check_every and self._step % self._check_every == 0:
-            self._begin_check()
-        self._beat()
-        return figures
+        return StepFigures(terms, verdict.grad_norm, verdict.finite)
 
     def measure_all(self, batch: FeatureBatch) -> Measured:
         """As Learner's, by the batch's replica, between steps. The terms come to the first one's device.

@@ -1,7 +1,7 @@
 """Ways to do the same work whose speed only a GPU can tell: what is measured against what, in one place.
 
 The results are the same but for rounding, whichever is chosen. benchmarks/draft_step.py and benchmarks/pipeline.py
-compare them; a training uses CHOSEN. docs/speed.md tells what each gave.
+compare them; a training uses what `chosen` says. docs/speed.md tells what each gave.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -34,7 +34,18 @@ class Switches:
     """What a forward may keep for its backward, over what the compiler would: below 1 cheap things are made again."""
 
 
-CHOSEN = Switches()
+_chosen = Switches()
+
+
+def chosen() -> Switches:
+    """What a training on a GPU uses."""
+    return _chosen
+
+
+def choose(switches: Switches) -> None:
+    """From now on, in this process. For benchmarks and tests."""
+    global _chosen
+    _chosen = switches
 
 
 def parse(words: str, base: Switches | None = None) -> Switches:

@@ -132,7 +132,7 @@ def warm_up_targets(
     As warm_up, before it or after it. On the CPU there is nothing to do. Raises TargetError where fp8 is asked for and
     can't be had.
     """
-    chosen = switches.CHOSEN
+    chosen = switches.chosen()
     wanted = [target for target in dict.fromkeys(targets) if fp8 or (chosen.target_compiled and _is_gpu(target.device))]
     if not wanted:
         return []

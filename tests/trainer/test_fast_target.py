@@ -201,7 +201,7 @@ def test_switches_are_read_from_words() -> None:
 def test_targets_are_warmed_up_once_each_and_on_the_cpu_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, shape = tiny_target("qwen3"), BatchShape(1, 20, 4, torch.float32, teacher=True)
     assert warm_up_targets([target], shape, LAYERS, say=print) == []
-    monkeypatch.setattr(switches, "CHOSEN", parse("target_compiled"))
+    monkeypatch.setattr(switches, "_chosen", parse("target_compiled"))
     assert warm_up_targets([target], shape, LAYERS, say=print) == []
     # As on a GPU:
     monkeypatch.setattr(warm, "_is_gpu", lambda device: True)
