@@ -58,6 +58,7 @@ from dflash_ops.inventory_faults import (
     listed,
     members,
     nearest,
+    not_toml,
     of_shape,
     two_meanings,
 )
@@ -271,7 +272,7 @@ def examine(text: str) -> InventoryFile | list[Fault]:
     try:
         tables = checked(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        return [Fault("", str(error))]
+        return [not_toml(error, text)]
     except RecursionError:
         return [Fault("", "brackets in brackets without end")]
     except ValidationError as error:

@@ -1,5 +1,6 @@
 """What is wrong with an inventory: every fault with its line, its key, why, and the nearest right word. Pure."""
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 ALL = "all"  # the word of --on for every container
 # Finding a line reads the text again and again: 17 times for a long one, more where a statement has many lines.
-_LONGEST_TEXT, _MOST_TRIES = 100_000, 300
+_LONGEST_TEXT, _MOST_TRIES = 100_000, 100
 _SECRETS = ("token", "secret", "password", "token_value", "value", "uuid")
 
 
@@ -24,6 +25,16 @@ class Fault:
     key: str
     why: str
     line: int | None = None
+
+
+def not_toml(error: tomllib.TOMLDecodeError, text: str) -> Fault:
+    """What the TOML reader says, with its line and the key there. The value is not shown: it may be a secret."""
+    match = re.search(r"\(at line (\d+), column \d+\)", str(error))
+    if match is None:
+        return Fault("", str(error))
+    line = int(match[1])
+    key, equals, _ = text.split("\n")[line - 1].partition("=")
+    return Fault("", f"{error}{f', at `{key.strip()}`' if equals else ''}", line)
 
 
 def of_shape(error: "ValidationError", text: str) -> list[Fault]:

@@ -239,4 +239,4 @@ def _for_toml(schema: Any) -> Any:
 
 
 def _unsayable(key: str, value: Any) -> bool:
-    return key == "default" and (value is None or isinstance(value, dict) and None in value.values())
+    return key == "default" and (value is None or (isinstance(value, dict) and None in value.values()))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dflash_ops.command import Api
 from dflash_ops.errors import ConfigError, NotFoundError, OpsError, UsageFault
-from dflash_ops.inventory import Inventory, find, load, parse
+from dflash_ops.inventory import Inventory, examine, parse
+from dflash_ops.inventory_faults import Fault, line_of
 from dflash_ops.sandbox.state import SandboxState
 
 FILE = Path("/somewhere/dflash-ops.toml")
@@ -220,6 +221,91 @@ def test_a_wrong_file_is_told_in_one_line(text: str, says: list[str]) -> None:
     assert [part for part in says if part not in line] == []
 
 
+def test_all_faults_are_told_in_the_order_of_their_lines() -> None:
+    text = """# a comment
+[hosts.lab]
+address = "lab"
+
+[containers.a]   # no vmid
+host = "lab"
+gpus = [
+  0,
+  -1,
+]
+[containers.b]
+host = "lab"
+vmid = 7
+
+[containers.b.pins]
+torhc = "cu126"
+[hosts.far]
+"""
+    found = examine(text)
+    assert isinstance(found, list)
+    assert [(fault.line, fault.key) for fault in found] == [
+        (5, "containers.a.vmid"),
+        (7, "containers.a.gpus.1"),
+        (13, "containers.b.vmid"),
+        (16, "containers.b.pins.torhc"),
+    ]
+    with pytest.raises(
+        ConfigError, match=r"dflash-ops\.toml:5\): is missing \(and 3 more\).*inventory check shows all"
+    ):
+        read(text)
+    repaired = text.replace("vmid = 7", "vmid = 207").replace("-1", "1").replace("torhc", "torch")
+    assert examine(repaired.replace("# no vmid", "\nvmid = 200")) == [
+        Fault("hosts.far", "needs `address`, or `sandbox`", 18)
+    ]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("text", "path", "line"),
+    [
+        ("a = 1\n\n# b\nb = 2\n", ["b"], 4),
+        ("a = 1\nb = 2", ["b"], 2),
+        ("a.b.c = 1\n[a.b.d]\ne = 1\n", ["a", "b", "d", "e"], 3),
+        ("[t]\nx = {y = 1, z = [\n1,\n2]}\nw = 1\n", ["t", "x", "z", 1], 2),
+        ("[t]\nx = {y = 1, z = [\n1,\n2]}\nw = 1\n", ["t", "w"], 5),
+        ("[t]\nx = 1\n", ["t", "gone"], 1),
+        ('a = """\n[b]\n"""\n[b]\nc = 1\n', ["b", "c"], 5),
+        ("[[a]]\nx = 1\n[[a]]\nx = 2\n", ["a", 1, "x"], 4),
+        ("a = 1\n", ["b"], None),
+        ("a = \n", ["a"], None),
+        ("", ["a"], None),
+    ],
+)
+def test_the_line_of_a_key_is_where_its_statement_begins(
+    text: str, path: list[str | int], line: int | None, ending: str
+) -> None:
+    assert line_of(text.replace("\n", ending), path) == line
+
+
+@given(st.lists(st.sampled_from(["", "# x", "k{} = 1", "k{} = [\n1,\n2]", 'k{} = """\nk0 = 2\n"""']), max_size=40))
+def test_the_line_of_any_key_is_found(parts: list[str]) -> None:
+    parts = [part.format(number) for number, part in enumerate(parts)]
+    text, at = "\n".join(parts), 1
+    for number, part in enumerate(parts):
+        if part.startswith("k"):
+            assert line_of(text, [f"k{number}"]) == at
+        at += part.count("\n") + 1
+
+
+def test_looking_for_a_line_has_a_bound() -> None:
+    for rows in ("1,\n" * 300, f"{1:>500},\n" * 300):
+        assert line_of(f"a = [\n{rows}]\nb = 1\n", ["b"]) is None
+    text = LAB + "".join(f'[containers.c{number}]\nhost = "lab"\nvmid = {number + 100}\n' for number in range(300))
+    assert line_of(text, ["containers", "c299", "vmid"]) == 902
+
+
+def test_a_key_that_is_there_twice_is_told_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"not TOML.*toml:4\): .*line 4.*, at `port`\. Next: correct that line"):
+        read(LAB + f'port = 1\nport = "{SECRET}"\n')
+    with pytest.raises(ConfigError, match=r"toml:3\).*, at `token`") as caught:
+        read(LAB + f"token = {SECRET}\n")
+    assert SECRET not in caught.value.line()
+
+
 def test_an_unknown_container_is_told_with_the_nearest_one() -> None:
     with pytest.raises(NotFoundError, match="it has: trainer, other; nearest: trainer"):
         read(WHOLE).container("traner")
@@ -229,56 +315,10 @@ def test_an_unknown_container_is_told_with_the_nearest_one() -> None:
         read(LAB + '[containers.a]\nhost = "lab"\nvmid = 200\n[containers.b]\nhost = "lab"\nvmid = 201').container()
 
 
-def test_it_is_found_upwards_and_never_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / "a" / "b"
-    (tmp_path / "inventory").mkdir()
-    (deep / "inventory").mkdir(parents=True)
-    sandbox, default = tmp_path / "inventory" / "sandbox.toml", tmp_path / "inventory" / "default.toml"
-    named, nearer = tmp_path / "named.toml", tmp_path / "a" / "dflash-ops.toml"
-    sandbox.touch()
-    assert find(start=deep) == sandbox  # the empty inventory/ below is none
-    default.touch()
-    assert find(start=deep) == default
-    nearer.touch()
-    assert find(start=deep) == nearer
-    named.touch()
-    monkeypatch.setenv("DFLASH_OPS_INVENTORY", str(named))
-    assert find(start=deep) == named
-    assert find(tmp_path / "inventory", start=deep) == default
-    with pytest.raises(ConfigError, match="--inventory names it"):
-        find(tmp_path / "nowhere.toml")
-    monkeypatch.setenv("DFLASH_OPS_INVENTORY", str(tmp_path / "gone"))
-    with pytest.raises(ConfigError, match="DFLASH_OPS_INVENTORY names it"):
-        find(start=deep)
-
-
-def test_none_at_all_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no inventory .*Next: dflash-ops init writes one"):
-        find(start=tmp_path)
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "dflash-ops.toml"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"can't be read .*Next: "):
-        load(file)
-
-
-def test_a_name_that_no_file_can_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"can't be looked for .*File name too long\. Next: "):
-        find(Path("x" * 300))
-
-
 @pytest.mark.parametrize("key", ["key", "known_hosts"])
 def test_the_home_of_nobody_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"hosts\.lab\.{key}.*'~no-such-user/x' has no home folder"):
         read(LAB + f'{key} = "~no-such-user/x"').host("lab")
-
-
-def test_the_files_of_this_repository_are_good() -> None:
-    folder = Path(__file__).parents[2] / "inventory"
-    for file in (folder / "sandbox.toml", folder / "lab.toml.example"):
-        assert parse(file.read_text(), file).tables.default == "trainer"
 
 
 def test_only_a_sandbox_has_a_sandbox_python() -> None:
