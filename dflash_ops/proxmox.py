@@ -181,8 +181,9 @@ def _way(shell: Shell, host: Host) -> Way:
         token = read_token(host.api, host.name)
         if token is not None:
             from dflash_ops.proxmox_https import Https
+            from dflash_ops.ssh import hostname
 
-            return Https(host.api, host.api.address or host.address, token)
+            return Https(host.api, host.api.address or hostname(host), token)
     return Pvesh(shell, host)
 
 

@@ -1,0 +1,365 @@
+"""`ct`: a container started, stopped, snapshotted and put back, through the API and through pvesh."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_in
+from click.testing import Result
+from conftest import Cli
+from test_proxmox import by_api, by_ssh, changed_config, wrong
+from typer.testing import CliRunner
+
+from dflash_ops import cli_ct, containers, deploy, proxmox, snapshots, source, train
+from dflash_ops.command import Command, Container
+from dflash_ops.errors import (
+    BusyError,
+    CancelledError,
+    NotFoundError,
+    OpsError,
+    PreflightError,
+    UsageFault,
+)
+from dflash_ops.inventory import load
+from dflash_ops.proxmox import post
+from dflash_ops.remote import since
+from dflash_ops.runs import Run, StartRequest
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+VMID = 202
+
+
+def write_inventory(file: Path, sandbox: SandboxState, way: str, token: str = "bot@pve!dflash") -> Path:
+    """An inventory with container 202, whose host is asked one way or the other."""
+    user, _, name = token.partition("!")
+    api = (
+        f'[hosts.box.api]\naddress = "127.0.0.1"\nport = {sandbox.api_port}\nca = "{sandbox.api_ca}"\n'
+        f'user = "{user}"\ntoken_name = "{name}"\ntoken_file = "{sandbox.api_tokens / token}"\n'
+    )
+    api = api if way == "https" else ""
+    file.write_text(
+        f'default = "trainer"\n[hosts.box]\naddress = "{sandbox.host}"\nport = {sandbox.port}\n'
+        f'user = "{sandbox.user}"\nkey = "{sandbox.key}"\nknown_hosts = "{sandbox.known_hosts}"\n{api}'
+        f'[containers.trainer]\nhost = "box"\nvmid = {VMID}\npython = "{sandbox.python}"\n'
+        f'path = "/opt/test-{secrets.token_hex(4)}"\n'
+    )
+    return file
+
+
+@pytest.fixture(params=["https", "pvesh"])
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def inventory(way: str, sandbox: SandboxState, tmp_path: Path) -> Path:
+    return write_inventory(tmp_path / "dflash-ops.toml", sandbox, way)
+
+
+@pytest.fixture
+def place(inventory: Path, sandbox: SandboxState) -> Iterator[Container]:
+    """Container 202, stopped; so it is again afterwards, without snapshots."""
+    yield load(inventory).container()
+    with Shell() as shell:
+        root = Container(by_api(sandbox, "root@pam!full"), VMID)
+        for it in snapshots.listing(shell, root).snapshots:
+            snapshots.remove(shell, root, it.name)
+        containers.stop(shell, root, kill=True)
+
+
+@pytest.fixture
+def running(place: Container, shell: Shell) -> Container:
+    containers.start(shell, place)
+    return place
+
+
+def ct(inventory: Path, *words: str, stdin: str = "") -> Result:
+    """`dflash-ops ct ...` in this process."""
+    result = CliRunner().invoke(cli_ct.app, [*words, "--inventory", str(inventory)], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def status_by_pct(shell: Shell, sandbox: SandboxState) -> str:
+    asked = Command(("pct", "status", str(VMID)))
+    return shell.run(by_ssh(sandbox), asked, check=True).out.decode().strip()
+
+
+# -- start, stop
+
+
+def test_from_stopped_to_running_and_back(
+    place: Container, inventory: Path, shell: Shell, sandbox: SandboxState
+) -> None:
+    assert ct(inventory, "status").stdout == "container 202 (train202) is stopped on node pve\n"
+    assert ct(inventory, "start").stdout.startswith("box / container 202 started on node pve, ")
+    assert status_by_pct(shell, sandbox) == "status: running"
+    assert ct(inventory, "start").stdout == "box / container 202 runs already, on node pve\n"
+    found = json.loads(ct(inventory, "status", "--json").stdout)
+    assert (found["status"], found["here"], found["node"], found["lock"]) == ("running", True, "pve", None)
+    assert ct(inventory, "reboot").stdout.startswith("box / container 202 rebooted on node pve, ")
+    done = json.loads(ct(inventory, "stop", "--timeout", "30", "--json").stdout)
+    assert (done["did"], done["changed"], done["warnings"]) == ("stopped", True, 0)
+    assert status_by_pct(shell, sandbox) == "status: stopped"
+    assert "is stopped already" in ct(inventory, "stop", "--kill").stdout
+    with pytest.raises(PreflightError, match=r"container 202 is stopped .*dflash-ops ct start"):
+        ct(inventory, "reboot")
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_why_a_start_failed(place: Container, inventory: Path, sandbox: SandboxState) -> None:
+    with changed_config(sandbox, VMID, "lock: backup"):
+        with pytest.raises(BusyError, match=r"container 202 is locked \(backup\)"):
+            ct(inventory, "start")
+        assert "locked (backup)" in ct(inventory, "status").stdout
+    with (
+        changed_config(sandbox, VMID, "dev0: /dev/nvidia-uvm-none"),
+        pytest.raises(OpsError, match=r"starting container 202 failed .*Device /dev/nvidia-uvm-none does not exist"),
+    ):
+        ct(inventory, "start")
+
+
+def test_no_such_container_and_no_right(sandbox: SandboxState, shell: Shell) -> None:
+    for host in (by_api(sandbox), by_ssh(sandbox)):
+        with pytest.raises(NotFoundError, match=r"there is no container 999 .*no node of the cluster has it"):
+            containers.status(shell, Container(host, 999))
+    viewer = by_api(sandbox, "viewer@pve!audit")
+    with pytest.raises(PreflightError, match=r"lacks VM.Audit on /vms/202.*or there is no container 202"):
+        containers.status(shell, Container(viewer, VMID))
+    with pytest.raises(PreflightError, match=r"lacks VM.PowerMgmt on /vms/200"):
+        containers.stop(shell, Container(viewer, 200))
+    with pytest.raises(PreflightError, match="the token bot@pve!bare may see no container"):
+        containers.status(shell, Container(by_api(sandbox, "bot@pve!bare"), VMID))
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_a_start_that_does_nothing_is_not_taken_for_one(
+    place: Container, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with HA: the task went well, and the container does not run (yet)."""
+    monkeypatch.setattr(containers, "_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(proxmox.Proxmox, "run", lambda *_, **__: proxmox.Task(None, 0, ()))  # type: ignore[arg-type]
+    with pytest.raises(OpsError, match="container 202 is not running, though its task went well"):
+        containers.start(shell, place)
+
+
+@pytest.fixture
+def run(running: Container, shell: Shell, tmp_path: Path) -> Iterator[Run]:
+    """A run that goes on in it."""
+    deployed(shell, running, tmp_path / "code")
+    yield begun(shell, running, "mine")
+    for it in train.list_runs(shell, running) if containers.status(shell, running).status == "running" else ():
+        if it.state.live:
+            train.stop(shell, running, it.id, grace=0)
+
+
+def deployed(shell: Shell, container: Container, folder: Path, more: str = "") -> str:
+    folder = stand_in.make_release(folder)
+    (folder / "more").write_text(more)
+    return deploy.deploy(shell, container, source.choose(folder, None, here=folder)).release
+
+
+def begun(shell: Shell, container: Container, name: str) -> Run:
+    return train.start(shell, container, StartRequest(name, "", "mine.toml", gpus=())).run
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_a_living_run_is_not_ended_unasked(
+    run: Run, running: Container, inventory: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = inventory.read_text()
+    # The same container, and nobody's run in this folder of it.
+    elsewhere = text.replace('"trainer"', '"other"').replace("[containers.trainer]", "[containers.other]")
+    other = inventory.with_name("other.toml")
+    other.write_text(elsewhere.replace("/opt/test-", "/opt/other-") + text[text.index("[containers.trainer]") :])
+    for book, words in ((inventory, ("stop", "--kill")), (other, ("stop",)), (other, ("reboot",))):
+        with pytest.raises(BusyError, match=rf"run {run.id} goes on .*dflash-ops train stop {run.id}"):
+            ct(book, *words)
+    ct(inventory, "snapshot", "s1")
+    with pytest.raises(BusyError, match=rf"a run goes on in container 202 .*: {run.id}. Next: dflash-ops train stop"):
+        ct(inventory, "rollback", "s1", "--confirm-vmid", "202")
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0)
+    with pytest.raises(CancelledError, match="nothing was done"):
+        ct(inventory, "stop", stdin="n\n")
+    assert train.status(shell, running, run.id).state.live
+    assert "stopped on node pve" in ct(inventory, "stop", stdin="y\n").stdout
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_a_container_that_can_not_be_looked_into_is_not_stopped_unasked(
+    running: Container, inventory: Path, sandbox: SandboxState
+) -> None:
+    inventory.write_text(inventory.read_text().replace(sandbox.python, "/no/python"))
+    with pytest.raises(
+        BusyError, match=r"whether a run goes on can't be seen .*--yes, if it is to shut down all the same"
+    ):
+        ct(inventory, "stop")
+    assert ct(inventory, "stop", "--yes").exit_code == 0
+
+
+# -- snapshots
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_snapshots_are_made_listed_and_removed(running: Container, inventory: Path, shell: Shell) -> None:
+    assert "no snapshots of box / container 202" in ct(inventory, "snapshots").stdout
+    assert ct(inventory, "snapshot", "before-x", "--description", "the day before").exit_code == 0
+    unnamed = json.loads(ct(inventory, "snapshot", "--json").stdout)["snapshot"]
+    listed = json.loads(ct(inventory, "snapshots", "--json").stdout)["snapshots"]
+    assert [(it["name"], it["description"]) for it in listed] == [
+        ("before-x", "the day before"),
+        (unnamed, "made by dflash-ops"),
+    ]
+    assert "the day before" in ct(inventory, "snapshots").stdout
+    with pytest.raises(UsageFault, match="there is a snapshot before-x already"):
+        ct(inventory, "snapshot", "before-x")
+    for bad in ("", "1st", "x", "a b", "current", "a" * 41, "é" * 3):
+        with pytest.raises(UsageFault):
+            ct(inventory, "snapshot", bad)
+    ct(inventory, "snapshot", "--remove", "before-x")
+    with pytest.raises(NotFoundError, match=f"there is no snapshot before-x .*it has: {unnamed}"):
+        ct(inventory, "snapshot", "--remove", "before-x")
+    with pytest.raises(NotFoundError, match="there is no snapshot before-x"):
+        ct(inventory, "rollback", "before-x")
+
+
+def write(shell: Shell, container: Container, script: str) -> str:
+    return shell.run(container, Command(("sh", "-ec", f"cd {container.path}; {script}")), check=True).out.decode()
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_going_back_lists_what_is_lost_and_wants_the_number_typed(
+    running: Container, inventory: Path, shell: Shell, tmp_path: Path
+) -> None:
+    container = running
+    first = deployed(shell, container, tmp_path / "first")
+    old = begun(shell, container, "old")
+    train.stop(shell, container, old.id, grace=0)
+    # What was there before the snapshot is an hour older than it.
+    write(
+        shell,
+        container,
+        f'mkdir -p runs/{old.id}/checkpoints/step-1; sed -i \'s/"created_at": *"[0-9]*/"created_at": "2020/\' '
+        f"runs/{old.id}/run.json; find . -exec touch -h -d '1 hour ago' '{{}}' +",
+    )
+    ct(inventory, "snapshot", "s1")
+    second = deployed(shell, container, tmp_path / "second", more="more\n")
+    new = begun(shell, container, "new")
+    train.stop(shell, container, new.id, grace=0)
+    write(shell, container, f"mkdir runs/{old.id}/checkpoints/step-2; mkdir -p env/e1; touch env/e1/pyvenv.cfg")
+
+    listed = ct(inventory, "rollback", "s1", "--dry-run").stdout
+    assert [line.strip() for line in listed.split("\n")[1:-1]] == [
+        f"run {new.id}", f"checkpoint {old.id}/step-2", f"release {second}", "environment e1",
+        "data in shared/, and any other file",
+    ]  # fmt: skip
+    for typed in ("", "yes\n", "2020\n"):
+        with pytest.raises((CancelledError, UsageFault)):
+            ct(inventory, "rollback", "s1", stdin=typed)
+    assert ct(inventory, "rollback", "s1", "--yes").exit_code == 2
+    with pytest.raises(UsageFault, match="--confirm-vmid is 200, but box / container 202 is meant"):
+        ct(inventory, "rollback", "s1", "--confirm-vmid", "200")
+    assert [it.id for it in train.list_runs(shell, container)] == [old.id, new.id]
+
+    done = ct(inventory, "rollback", "s1", stdin="202\n")
+    assert "back at snapshot s1; it runs again" in done.stdout and f"run {new.id}" in done.stderr
+    (left,) = train.list_runs(shell, container)
+    assert left.id == old.id and "step-1" in left.checkpoints and "step-2" not in left.checkpoints
+    assert [(it.id, it.current) for it in deploy.releases(shell, container).releases] == [(first, True)]
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_going_back_with_the_container_stopped(running: Container, inventory: Path, shell: Shell) -> None:
+    containers.stop(shell, running)
+    ct(inventory, "snapshot", "s1")
+    ct(inventory, "snapshot", "s2")
+    assert "the container is stopped" in ct(inventory, "rollback", "s1", "--dry-run").stdout
+    done = json.loads(ct(inventory, "rollback", "s1", "--confirm-vmid", "202", "--json").stdout)
+    assert (done["started"], done["lost"]["known"]) == (False, False)
+    assert containers.status(shell, running).status == "stopped"
+
+
+def test_what_was_made_since_a_moment(tmp_path: Path) -> None:
+    def made(name: str, at: float) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+        os.utime(file, (at, at))
+        return file
+
+    for at, digit in ((100.0, "1"), (200.0, "2")):
+        made(f"releases/20261130-01000{digit}-nogit-0123456{digit}/.dflash-manifest.json", at)
+        made(f"env/e{digit}/pyvenv.cfg", at)
+        made(f"runs/r-20261130-01000{digit}-000{digit}/exit.json", at)
+        made(f"runs/r-20261130-01000{digit}-000{digit}/run.json", at)
+        step = tmp_path / f"runs/r-20261130-010001-0001/checkpoints/step-{digit}"
+        step.mkdir(parents=True)
+        os.utime(step, (at, at))
+    assert since.since(tmp_path, 150.0) == {
+        "live": [],
+        "runs": ["r-20261130-010002-0002"],
+        "checkpoints": ["r-20261130-010001-0001/step-2"],
+        "releases": ["20261130-010002-nogit-01234562"],
+        "environments": ["e2"],
+    }
+    made("runs/r-20261130-010002-0002/run.json", 200.0).write_text('{"created_at": "1970-01-01T00:01:00Z"}')
+    assert since.since(tmp_path, 150.0)["runs"] == []
+    assert since.since(tmp_path / "none", 0.0)["runs"] == []
+
+
+# -- on another node
+
+
+@pytest.fixture
+def migrated(place: Container, shell: Shell, sandbox: SandboxState) -> Iterator[Container]:
+    """It is on node pve2, though the inventory's host is pve."""
+
+    def migrate(node: str, target: str) -> None:
+        with proxmox.connect(shell, by_api(sandbox, "root@pam!full")) as api:
+            api.run(post("nodes", node, "lxc", VMID, "migrate", target=target, restart=1), "the migration")
+
+    migrate("pve", "pve2")
+    yield place
+    migrate("pve2", "pve")
+
+
+def test_a_migrated_container_is_found_and_its_node_named(
+    migrated: Container, inventory: Path, shell: Shell, sandbox: SandboxState
+) -> None:
+    shown = ct(inventory, "status")
+    assert shown.stdout == "container 202 (train202) is stopped on node pve2\n"
+    assert "container 202 is on node pve2 now, not on host box: in the inventory, [containers.trainer]" in shown.stderr
+    with wrong(sandbox, down=["pve2"]), pytest.raises(OpsError, match="node pve2 does not answer the one we asked"):
+        ct(inventory, "status")
+
+
+# -- secrets
+
+
+def test_no_secret_is_told_with_debug_either(sandbox: SandboxState, tmp_path: Path) -> None:
+    hidden = [file.read_text().strip() for file in sandbox.api_tokens.iterdir()]
+    book = write_inventory(tmp_path / "dflash-ops.toml", sandbox, "https", "viewer@pve!audit")
+    strange = tmp_path / "strange"
+    strange.write_text("bot@pve!x=" + "\n".join([hidden[0], "X-Evil: 1"]))
+    strange.chmod(0o600)
+    lines = book.read_text()
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (lines, {}),
+        (lines, {"delay": 0.0, "dies": "GET .*"}),
+        (lines, {"certificate": "other"}),
+        (lines.replace(str(sandbox.api_tokens / "viewer@pve!audit"), str(strange)), {}),
+    ]
+    told = b""
+    for text, faults in cases:
+        book.write_text(text)
+        with wrong(sandbox, unauthorized_delay=0.0, **faults):
+            done = Cli(book)("--debug", "ct", "stop")
+        assert done.returncode not in (0, 2) and b"Traceback" in done.stderr, done.stderr.decode()
+        told += done.stdout + done.stderr
+    assert len(hidden) > 3 and not any(secret.encode() in told for secret in hidden)
