@@ -1,0 +1,302 @@
+"""inventory list, show and check: what the file says, and whether the machines agree."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Box, Cli
+
+from dflash_ops import inventory_check, inventory_probe, inventory_view
+from dflash_ops.checks import Check
+from dflash_ops.command import Command, Container, Host, Result
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.inventory import load, parse
+from dflash_ops.inventory_probe import Card, Cards, Inside
+from dflash_ops.shell import Shell
+
+HOST = Host("lab", "lab")
+A, B, C = (Card(index, f"GPU-{index}", "NVIDIA H200") for index in range(3))
+TEXT = """
+[hosts.lab]
+address = "lab"
+[hosts.lab.api]
+user = "bot@pve"
+[hosts.bare]
+address = "bare"
+[containers.a]
+host = "lab"
+vmid = 200
+gpus = [1]
+[containers.b]
+host = "lab"
+vmid = 201
+[groups]
+night = ["lab"]
+none = ["bare"]
+"""
+
+
+def result(out: str, code: int = 0, err: str = "") -> Result:
+    return Result(HOST, Command(("x",)), code, out.encode(), err.encode())
+
+
+# -- the words of machines
+
+
+def test_pct_list_is_read_by_its_columns() -> None:
+    rows = [
+        "VMID       Status     Lock         Name                ",
+        "200        running    backup       train200            ",
+        "202        stopped                 with.dots           ",
+        "203        running                                     ",
+        "",
+    ]
+    listed = inventory_probe.containers().parse(result("\n".join(rows)))
+    assert [(it.vmid, it.status, it.name) for it in listed] == [
+        (200, "running", "train200"),
+        (202, "stopped", "with.dots"),
+        (203, "running", ""),
+    ]
+    assert inventory_probe.containers().parse(result("")) == ()  # no containers: not even the head
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "error", "says"),
+    [
+        (127, "bash: pct: command not found", PreflightError, "the host has no pct"),
+        (111, "ipcc_send_rec[1] failed: Connection refused", OpsError, "pct list failed.*Connection refused"),
+    ],
+)
+def test_a_host_without_a_working_pct_is_told(code: int, err: str, error: type[OpsError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        inventory_probe.containers().parse(result("", code, err))
+
+
+@pytest.mark.parametrize(
+    ("out", "code", "cards", "refused"),
+    [
+        ("0, GPU-0, NVIDIA H200\n1, GPU-1, NVIDIA H200\n", 0, (A, B), ""),
+        ("No devices were found\n", 6, (), "No devices were found"),
+        ("NVIDIA-SMI has failed because it couldn't communicate\n", 9, (), "couldn't communicate"),
+        ("", 127, (), "there is no nvidia-smi"),
+        ("", 0, (), "no output"),
+        ("0, GPU-0, NVIDIA H200\n", 15, (), "GPU-0"),
+    ],
+)
+def test_nvidia_smi_is_read_by_its_rows(out: str, code: int, cards: tuple[Card, ...], refused: str) -> None:
+    found = inventory_probe.cards().parse(result(out, code))
+    assert found.cards == cards and refused in found.refused and bool(found.refused) == (not cards)
+
+
+def test_what_is_in_a_container_is_read_line_by_line() -> None:
+    query = inventory_probe.inside(Container(HOST, 200))
+    out = "python 0 3.11.7\npath\nuser id: 'x': no such user\ncards 0\n0, GPU-0, NVIDIA H200\n"
+    assert query.parse(result(out)) == Inside((3, 11, 7), "3.11.7", "", "id: 'x': no such user", Cards((A,)))
+    odd = query.parse(result("python 127 sh: x: not found\npath it is full\nuser\ncards 127\nsh: not found\n"))
+    assert odd == Inside(None, "sh: x: not found", "it is full", "", Cards((), "there is no nvidia-smi"))
+    with pytest.raises(OpsError, match="did not answer"):
+        query.parse(result("", 1, "lxc-attach: 200: Failed"))
+
+
+# -- the verdicts
+
+
+def judged(seen: Inside, gpus: tuple[int, ...] = (), *, user: str | None = None) -> dict[str, Check]:
+    host = Cards((A, B, C))
+    container = Container(HOST, 200, gpus=gpus, user=user)
+    return {check.name: check for check in inventory_check.judge("t", container, host, seen)}
+
+
+def inside(cards: tuple[Card, ...] = (), python: tuple[int, int, int] | None = (3, 12, 1), **said: str) -> Inside:
+    words = {"path": "", "user": "", **said}
+    return Inside(python, "", words["path"], words["user"], Cards(cards, "" if cards else "there is no nvidia-smi"))
+
+
+def test_what_is_well_is_ok() -> None:
+    found = judged(inside((C, A)), (2, 0), user="train")
+    assert {name: check.level for name, check in found.items()} == dict.fromkeys(
+        ("python", "path", "user", "GPUs"), "ok"
+    )
+    assert found["GPUs"].evidence == "2, 0: 2x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("seen", "gpus", "name", "level", "says"),
+    [
+        (inside(python=None), (), "python", "failure", "does not run"),
+        (inside(python=(3, 8, 2)), (), "python", "failure", "3.8.2"),
+        (inside(python=(3, 9, 2)), (), "python", "warning", "the trainer needs 3.11"),
+        (inside(path="Read-only file system"), (), "path", "failure", "/opt/dflash can't be written: Read-only"),
+        (inside(user="id: no such user"), (), "user", "failure", "no such user"),
+        (inside((A, C)), (2, 0), "GPUs", "failure", "the container has the host's 0, 2, in that order"),
+        (inside((A,)), (0, 1), "GPUs", "failure", "the container has the host's 0,"),
+        (inside(), (0,), "GPUs", "failure", "sees none: there is no nvidia-smi"),
+        (inside((A,)), (7,), "GPUs", "failure", "the host has no GPU 7; it has 0, 1, 2"),
+        (inside((Card(0, "GPU-9", "x"),)), (0,), "GPUs", "failure", "the host's unknown"),
+        (inside((A, B)), (), "GPUs", "note", "the inventory names none"),
+    ],
+)
+def test_what_is_wrong_is_told(seen: Inside, gpus: tuple[int, ...], name: str, level: str, says: str) -> None:
+    check = judged(seen, gpus, user="train")[name]
+    assert check.level == level and says in check.evidence and check.fix
+
+
+def test_two_names_for_one_place_are_remarked() -> None:
+    text = '[hosts.a]\naddress = "x"\n[hosts.b]\naddress = "x"\n[hosts.c]\naddress = "x"\nport = 2222\n'
+    for name, host, more in (("p", "a", ""), ("q", "b", ""), ("r", "a", ""), ("s", "a", 'path = "/other"')):
+        text += f'[containers.{name}]\nhost = "{host}"\nvmid = 200\n{more}\n'
+    found = inventory_check.remarks(parse(text, Path("x")).tables)
+    assert [(check.level, check.where) for check in found] == [("note", "b"), ("note", "r")]
+
+
+# -- what the file says
+
+
+def test_lists_and_names_as_values() -> None:
+    book = parse(TEXT, Path("/x.toml"))
+    listing = inventory_view.listing(book)
+    assert listing["default"] is None and [it["groups"] for it in listing["containers"]] == [["night"], ["night"]]
+    assert [(it["name"], it["containers"]) for it in listing["groups"]] == [("night", ["a", "b"]), ("none", [])]
+    assert inventory_view.empty_hosts(book) == ["bare"]
+    (entry,) = inventory_view.about(book, "a")
+    said = {row.key: row.value for row in entry.rows if row.said}
+    assert said == {"host": "lab", "vmid": 200, "gpus": [1]} and "pins.torch" in {row.key for row in entry.rows}
+    (host,) = inventory_view.about(book, "lab")
+    assert host.containers == ("a", "b") and "api.user" in {row.key for row in host.rows if row.said}
+    with pytest.raises(NotFoundError, match="nearest: night"):
+        inventory_view.about(book, "nigth")
+
+
+# -- for real
+
+
+def run(cli: Cli, *words: str, code: int = 0) -> tuple[str, str]:
+    done = cli("inventory", *words)
+    assert done.returncode == code, done.stderr
+    return done.stdout.decode(), done.stderr.decode()
+
+
+def test_list_show_and_schema_are_printed(cli: Cli) -> None:
+    listed, _ = run(cli, "list")
+    assert "trainer *" in listed and str(cli.inventory) in listed
+    shown, _ = run(cli, "show", "trainer")
+    assert "vmid = 200" in shown and 'via = "lxc-attach"  (default)' in shown
+    _, said = run(cli, "show", "trainr", code=8)
+    assert "nearest: trainer" in said
+
+
+def test_check_asks_every_host_and_ends_with_the_worst(box: Box, cli: Cli, silent: int) -> None:
+    state = box.sandbox
+    box.inventory.write_text(
+        f"""
+[hosts.box]
+sandbox = "{state.name}"
+[hosts.dead]
+address = "127.0.0.1"
+port = {silent}
+[containers.good]
+host = "box"
+vmid = 200
+python = "sandbox"
+gpus = [0, 1]
+path = "/opt/none/there/yet"
+[containers.wrong]
+host = "box"
+vmid = 201
+python = "nope"
+gpus = [1, 0]
+path = "/etc/hostname/x"
+user = "nobody-there"
+[containers.stopped]
+host = "box"
+vmid = 202
+[containers.missing]
+host = "box"
+vmid = 999
+"""
+    )
+    out, _ = run(cli, "check", "--connect", "--json", code=4)
+    found = json.loads(out)
+    assert [(it["host"], it["exit_code"]) for it in found["unreached"]] == [("dead", 4)] and not found["ok"]
+    levels = {(it["where"], it["name"]): it["level"] for it in found["checks"]}
+    assert {name for (where, name), level in levels.items() if where == "good" and level == "ok"} == {
+        "container", "python", "path", "GPUs",
+    }  # fmt: skip
+    assert {name for (where, name), level in levels.items() if where == "wrong" and level == "failure"} == {
+        "python", "path", "user", "GPUs",
+    }  # fmt: skip
+    evidence = {(it["where"], it["name"]): it["evidence"] for it in found["checks"]}
+    assert "is stopped" in evidence["stopped", "container"] and "no container 999" in evidence["missing", "container"]
+    left = Shell().run(load(box.inventory).container("good"), Command(("ls", "/opt")), check=True).out
+    assert b"none" not in left  # the trial folder is gone, and nothing was made
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port where nobody answers: connections are refused."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_check_takes_names_and_tells_the_file_alone(box: Box, cli: Cli) -> None:
+    out, _ = run(cli, "check", "--connect", "trainer")
+    assert "ok: python (trainer)" in out and "1 hosts, 1 containers" in out
+    _, said = run(cli, "check", "nope", code=8)
+    assert "nothing is called 'nope'" in said
+    box.inventory.write_text('[hosts.a]\nadress = "x"\nport = "3"\n')
+    out, said = run(cli, "check", code=3)
+    assert out.count("\n") == 2 and f"{box.inventory}:2: hosts.a.adress" in out and "2 things are wrong" in said
+    out, _ = run(cli, "check", "--json", code=3)
+    assert [(it["line"], it["key"]) for it in json.loads(out)["faults"]] == [(2, "hosts.a.adress"), (3, "hosts.a.port")]
+
+
+def test_a_host_that_says_nothing_hides_no_other(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts and is silent; meanwhile the other one is asked."""
+    with listening() as (port, let_go):
+        text = box.inventory.read_text() + f'[hosts.mute]\naddress = "127.0.0.1"\nport = {port}\n'
+        book = parse(text, box.inventory)
+        seen = threading.Event()
+
+        def look(shell: Shell, host: Host, containers: dict) -> tuple[Check, ...]:
+            if host.name == "mute":
+                assert seen.wait(60)
+                let_go()
+            try:
+                return real(shell, host, containers)
+            finally:
+                if host.name == "box":
+                    seen.set()
+
+        real = inventory_check.look
+        monkeypatch.setattr(inventory_check, "look", look)
+        box_said, mute_said = inventory_check.ask(book, [])
+    assert box_said.error is None and mute_said.error is not None and mute_said.error.exit_code == 4
+
+
+class listening:
+    """A server that accepts and says nothing, until it is let go."""
+
+    def __enter__(self) -> tuple[int, Callable[[], None]]:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._accepted: list[socket.socket] = []
+        self._gone = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self._server.getsockname()[1], self._gone.set
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            self._accepted.append(connection)
+            self._gone.wait(60)
+            connection.close()
+
+    def __exit__(self, *_: object) -> None:
+        self._gone.set()
+        self._server.close()
