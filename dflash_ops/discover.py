@@ -173,8 +173,9 @@ def _own_node(api: Proxmox, shell: Shell, host: Host, listed: Sequence[ClusterCo
     if api.by_pvesh:
         name = shell.run(host, Command(("uname", "-n"))).out.decode("utf-8", "replace").strip()
         return name.partition(".")[0] or None
-    if len({it.node for it in listed}) == 1 and len(api.get("nodes")) == 1:
-        return listed[0].node
+    nodes = proxmox_values.nodes(api.get("nodes"))
+    if len(nodes) == 1:
+        return nodes[0]
     for node in dict.fromkeys(it.node for it in listed):
         one = next(it for it in listed if it.node == node)
         try:

@@ -45,31 +45,53 @@ class Pvesh:
     def __init__(self, shell: Shell, host: Host) -> None:
         self.asked = Asked(f"{host}, by pvesh", None)
         self._shell, self._host = shell, host
+        self._by_sudo = False
 
     def close(self) -> None:
         """The connection is the shell's."""
 
     def ask(self, call: Call) -> Any:
-        result = self._shell.run(self._host, _pvesh(call), timeout=_PVESH_SECONDS)
-        out, err = (data.decode("utf-8", "replace") for data in (result.out, result.err))
-        if result.code != 0:
-            raise proxmox_faults.pvesh_refused(self.asked, call, result.code, err or out)
+        out, err = bytearray(), bytearray()
+
+        def run(command: Command) -> int:
+            result = self._shell.run(self._host, command, timeout=_PVESH_SECONDS)
+            out[:], err[:] = result.out, result.err
+            return result.code
+
+        code = self._as_root(call, run, err)
+        if code != 0:
+            raise proxmox_faults.pvesh_refused(self.asked, call, code, _text(err or out))
         try:
-            return proxmox_values.printed_json(out)
+            return proxmox_values.printed_json(_text(out))
         except ValueError as error:
             raise OpsError(f"pvesh's answer to {call} is no JSON", where=str(self._host), why=str(error)) from error
 
     def run_task(self, call: Call, on_log: OnLog, seconds: float) -> str:
-        """Begins a task and waits for it; gives its id, whether it went well or not."""
+        """Begins a task and waits for it; gives its id, whether it went well or not. seconds: the longest silence."""
         lines = _Lines(lambda line: None if _is_upid(line) else on_log(line))
         err = bytearray()
-        code = self._shell.stream(self._host, _pvesh(call), on_out=lines.take, on_err=err.extend, timeout=seconds)
+
+        def run(command: Command) -> int:
+            err.clear()
+            return self._shell.stream(
+                self._host, command, on_out=lines.take, on_err=err.extend, timeout=seconds + _PVESH_SECONDS
+            )
+
+        code = self._as_root(call, run, err)
         lines.end()
         upid = next((line for line in reversed(lines.seen) if _is_upid(line)), None)
         if upid is None:
-            text = err.decode("utf-8", "replace") or "\n".join(lines.seen)
-            raise proxmox_faults.pvesh_refused(self.asked, call, code, text)
-        return upid.strip('"')
+            raise proxmox_faults.pvesh_refused(self.asked, call, code, _text(err) or "\n".join(lines.seen))
+        return upid.strip().strip('"')
+
+    def _as_root(self, call: Call, run: Callable[[Command], int], err: bytearray) -> int:
+        """Runs it as root; by sudo for pvesh alone where the login user is another, and may do that but not all."""
+        if not self._by_sudo:
+            code = run(Command(_words(call), env={"LC_ALL": "C.UTF-8"}, root=True))
+            self._by_sudo = code != 0 and proxmox_faults.needs_root(_text(err))
+            if not self._by_sudo:
+                return code
+        return run(Command(("sudo", "-n", "--", "/usr/bin/pvesh", *_words(call)[1:])))
 
 
 @dataclass(frozen=True)
@@ -115,7 +137,12 @@ class Proxmox:
             upid = self._upid(call, self._way.run_task(call, hear, seconds))
             return self._judged(upid, doing, self._status(upid), log)
         upid = self._upid(call, self._way.ask(call))
-        log, silent_since = [], None
+        with _told_of_a_break(upid, on_log):
+            return self._followed(upid, doing, on_log, seconds, deadline)
+
+    def _followed(self, upid: Upid, doing: str, on_log: OnLog, seconds: float, deadline: float) -> Task:
+        log: list[str] = []
+        silent_since: float | None = None
         while True:
             try:
                 # In this order: what it says at its end is in the log that is read after it.
@@ -165,6 +192,16 @@ class Proxmox:
 
 
 @contextlib.contextmanager
+def _told_of_a_break(upid: Upid, on_log: OnLog) -> Generator[None, None, None]:
+    """Ctrl-C ends our waiting, and no task."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        on_log(f"its task goes on there: pvesh get /nodes/{upid.node}/tasks/{upid.text}/log")
+        raise
+
+
+@contextlib.contextmanager
 def connect(shell: Shell, host: Host) -> Generator[Proxmox, None, None]:
     """The host's API. ConfigError when its token can't be used; nothing is asked yet."""
     way = _way(shell, host)
@@ -196,10 +233,13 @@ def delete(*path: str | int, **parameters: str | int) -> Call:
     return _call("delete", path, parameters)
 
 
-def _pvesh(call: Call) -> Command:
+def _words(call: Call) -> tuple[str, ...]:
     options = [word for key, value in call.parameters.items() for word in (f"--{key}", str(value))]
-    words = ("pvesh", PVESH_VERBS[call.method], "/" + "/".join(call.path), *options, "--output-format", "json")
-    return Command(words, env={"LC_ALL": "C.UTF-8"}, root=True)
+    return ("pvesh", PVESH_VERBS[call.method], "/" + "/".join(call.path), *options, "--output-format", "json")
+
+
+def _text(data: bytes | bytearray) -> str:
+    return data.decode("utf-8", "replace")
 
 
 def _call(method: proxmox_values.Method, path: tuple[str | int, ...], parameters: dict[str, str | int]) -> Call:

@@ -82,7 +82,7 @@ def pvesh_refused(asked: Asked, call: Call, code: int, err: str) -> OpsError:
         return PreflightError(
             "the host has no pvesh", where=asked.where, why=last, next="check that it is a Proxmox VE host"
         )
-    if "please run as root" in err or "Unknown error -1" in err:
+    if needs_root(err):
         return PreflightError(
             "pvesh needs root", where=asked.where, why=last, next="log in as root, or allow /usr/bin/pvesh in sudoers"
         )
@@ -110,6 +110,11 @@ def pvesh_refused(asked: Asked, call: Call, code: int, err: str) -> OpsError:
     others = [line for line in said if line is not first] if first.startswith("400 ") else []
     status, message = int(first[:3]), "; ".join([first[4:], *others])
     return refused(asked, call, status, message)
+
+
+def needs_root(err: str) -> bool:
+    """Whether pvesh was run by somebody else than root."""
+    return "please run as root" in err or "Unknown error -1" in err
 
 
 def locked(asked: Asked, message: str, vmid: str) -> BusyError | None:

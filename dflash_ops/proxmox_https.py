@@ -92,7 +92,7 @@ class Https:
         except requests.exceptions.RequestException as error:
             raise self._foreign(call, error) from error
         except _resource_exception() as error:
-            raise refused(self.asked, call, error.status_code, str(error.content or ""), error.errors) from error
+            raise refused(self.asked, call, error.status_code, _utf8(error.content), error.errors) from error
 
     def _read(self, call: Call, answer: Any) -> Any:
         # What proxmoxer makes of an answer that is no JSON.
@@ -232,6 +232,15 @@ def _ask(client: Any, call: Call) -> Any:
         return getattr(resource, call.method)(**call.parameters)
     except (KeyError, TypeError, AttributeError) as error:  # JSON, but no object with "data"
         return {"errors": f'no "data" in it ({type(error).__name__})'.encode()}
+
+
+def _utf8(reason: Any) -> str:
+    """A reason phrase, which Python reads as latin-1 and Proxmox VE writes as UTF-8."""
+    text = str(reason or "")
+    try:
+        return text.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return text
 
 
 def _resource_exception() -> Any:

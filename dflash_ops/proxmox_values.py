@@ -99,6 +99,11 @@ def containers(resources: object) -> list[ClusterContainer]:
     return sorted(found, key=lambda it: it.vmid)
 
 
+def nodes(answer: object) -> list[str]:
+    """The names of `/nodes`."""
+    return [str(it["node"]) for it in _records(answer) if "node" in it]
+
+
 def is_virtual_machine(resources: object, vmid: int) -> bool:
     """Whether that id is a virtual machine's."""
     return any(it.get("type") == "qemu" and it.get("vmid") == vmid for it in _records(resources))

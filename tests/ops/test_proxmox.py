@@ -360,15 +360,40 @@ def test_without_a_token_pvesh_is_asked(sandbox: SandboxState, shell: Shell, mon
         assert it.by_pvesh and it.get("version")["release"]
 
 
+def test_the_ssh_configurations_address_is_the_apis(sandbox: SandboxState, shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host lab\n  HostName 127.0.0.1\n")
+    host = by_api(sandbox)
+    assert host.api is not None
+    alias = replace(host, address="lab", ssh_config=tmp_path / "config", api=replace(host.api, address=None))
+    with proxmox.connect(shell, alias) as https:
+        assert https.get("version")["release"] and https.asked.where == f"https://127.0.0.1:{sandbox.api_port}"
+
+
+def test_ctrl_c_ends_the_waiting_and_says_that_the_task_goes_on(node: Identity) -> None:
+    heard: list[str] = []
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        if line == "one":
+            raise KeyboardInterrupt
+
+    with scripted(node, data(UPID), RUNNING, lines("one")) as api, pytest.raises(KeyboardInterrupt):
+        api.run(START, "starting it", on_log=hear)
+    assert heard == ["one", f"its task goes on there: pvesh get /nodes/pve/tasks/{UPID}/log"]
+
+
 def test_pvesh_by_sudo(sandbox: SandboxState, shell: Shell) -> None:
     ops = replace(by_ssh(sandbox), name="ops", user="ops")
     rules = Path(f"/proc/{sandbox.init_pid}/root/etc/sudoers.d/ops")
     before = rules.read_text()
-    with proxmox.connect(shell, ops) as it, pytest.raises(PreflightError, match="pvesh needs root"):
+    with proxmox.connect(shell, ops) as it, pytest.raises(PreflightError, match="sudo does not let us ask pvesh"):
         it.get("version")
     try:
-        rules.write_text("ops ALL=(root) NOPASSWD: ALL\n")
-        with Shell() as fresh, proxmox.connect(fresh, ops) as it:
-            assert it.get("version")["release"]
+        for allowed in ("ALL", "/usr/bin/pvesh"):
+            rules.write_text(f"ops ALL=(root) NOPASSWD: {allowed}\n")
+            with Shell() as fresh, proxmox.connect(fresh, ops) as it:
+                assert it.get("version")["release"]
+                with pytest.raises(OpsError, match="CT 200 already running"):
+                    it.run(post("nodes", "pve", "lxc", 200, "status", "start"), "starting it")
     finally:
         rules.write_text(before)

@@ -118,6 +118,7 @@ def test_a_file_of_certificates_that_can_not_be_used(asking: Asking, node: Ident
 REFUSED: list[tuple[Answer, type[OpsError], str]] = [
     (said(b"", "401 Unauthorized"), UnreachableError, "does not know the token bot@pve!dflash"),
     (said(b'{"data":null}', "403 Permission check failed (/vms/201, VM.Audit)"), PreflightError, "lacks VM.Audit on"),
+    (said(b"", "500 Gerät fehlt"), OpsError, "failed .*: Gerät fehlt"),
     (said(b"", "595 No route to host"), UnreachableError, "node pve does not answer"),
     (said(b'{"errors":{"foo":"is not defined"}}', "400 Parameter verification failed."), OpsError, "foo: is not def"),
     (said(b"<html>", "502 Bad Gateway"), UnreachableError, "something between us"),
