@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import On, reach
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
+from dflash_ops.cli_many import There, in_containers
+from dflash_ops.cli_words import a_path
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -16,16 +16,13 @@ if TYPE_CHECKING:
     from dflash_ops.many import At
 
 
+@in_containers
 def put(
-    context: typer.Context,
+    there: There,
     words: Annotated[
         list[str],
         typer.Argument(metavar="LOCAL... shared/REMOTE", help="Files and folders, then where they go."),
     ],
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Copy files and folders into the container's shared folder, checked there. REMOTE ends with / to name a folder.
 
@@ -35,22 +32,16 @@ def put(
     if len(words) < 2:
         raise UsageFault("put needs a file and a place", where=" ".join(words), next="put FILE shared/data/")
     sources = [a_path(word) for word in words[:-1]]
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: data.put(at.shell, at.place, sources, words[-1], progress=at.way), show_moved, as_json=as_json
-        )
+    there.serve(lambda at: data.put(at.shell, at.place, sources, words[-1], progress=at.way), show_moved)
 
 
+@in_containers
 def get(
-    context: typer.Context,
+    there: There,
     source: Annotated[str, typer.Argument(metavar="shared/REMOTE", help="A file or folder of shared/ or runs/.")],
     local: Annotated[
         str, typer.Argument(metavar="[LOCAL]", help="A name for it here, or a folder for it, which may end with /.")
     ] = ".",
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Copy a file or folder out of the container, checked here. Default: into the working folder.
 
@@ -61,13 +52,12 @@ def get(
     place, name = a_path(local), PurePosixPath(source).name
     if local.endswith("/"):
         place = place / name
-    with reach(context, inventory, target, on) as there:
 
-        def fetch(at: "At[Container]") -> "Moved":
-            into = a_path(local) / at.name / name if there.many else place
-            return data.get(at.shell, at.place, source, into, progress=at.way)
+    def fetch(at: "At[Container]") -> "Moved":
+        into = a_path(local) / at.name / name if there.many else place
+        return data.get(at.shell, at.place, source, into, progress=at.way)
 
-        there.serve(fetch, lambda done: show_moved(done, here=True), as_json=as_json)
+    there.serve(fetch, lambda done: show_moved(done, here=True))
 
 
 def show_moved(done: "Moved", *, here: bool = False) -> None:

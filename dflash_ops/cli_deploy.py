@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import On, leave, reach
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
+from dflash_ops.cli_many import There, in_containers, leave
+from dflash_ops.cli_words import a_path
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _TOLD = 10
 
 
+@in_containers
 def deploy(
-    context: typer.Context,
+    there: There,
     source: Annotated[
         Path | None,
         typer.Argument(
@@ -60,10 +61,6 @@ def deploy(
         bool,
         typer.Option("--snapshot", help="First make a snapshot of the container, which `ct rollback` goes back to."),
     ] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Send code into the container as a new release, check it there, and make it the current one.
 
@@ -74,43 +71,43 @@ def deploy(
         raise UsageFault("an empty word names nobody", where="--user", next="leave it out, or name a user")
     if snapshot and (dry_run or diff):
         raise UsageFault("a look changes nothing, and needs no snapshot", where="--snapshot", next="leave it out")
-    with reach(context, inventory, target, on) as there:
-        # The rest is loaded while the host answers.
-        from dataclasses import replace
+    containers = there.containers
+    # The rest is loaded while the host answers.
+    from dataclasses import replace
 
-        from dflash_ops import deploy as verbs
-        from dflash_ops import source as sources
+    from dflash_ops import deploy as verbs
+    from dflash_ops import source as sources
 
-        chosen = replace(sources.choose(source, there.book.source, here=working_folder()), include=tuple(include or ()))
+    chosen = replace(sources.choose(source, there.book.source, here=working_folder()), include=tuple(include or ()))
 
-        def look(at: "At[Container]") -> "Plan":
-            return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way)
+    def look(at: "At[Container]") -> "Plan":
+        return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way)
 
-        def send(at: "At[Container]") -> "Deployed":
-            if snapshot:
-                from dflash_ops import snapshots
+    def send(at: "At[Container]") -> "Deployed":
+        if snapshot:
+            from dflash_ops import snapshots
 
-                made = snapshots.make(at.shell, at.place, description="before a deploy", on_log=at.way.step)
-                at.note(f"snapshot {made.snapshot} made; dflash-ops ct rollback {made.snapshot} goes back to it")
-            return verbs.deploy(
-                at.shell,
-                at.place,
-                chosen,
-                via=via,
-                activate=not no_activate,
-                user=user,
-                way=at.way,
-                warn=lambda text: at.note(f"dflash-ops: warning: {text}"),
-            )
+            made = snapshots.make(at.shell, at.place, description="before a deploy", on_log=at.way.step)
+            at.note(f"snapshot {made.snapshot} made; dflash-ops ct rollback {made.snapshot} goes back to it")
+        return verbs.deploy(
+            at.shell,
+            at.place,
+            chosen,
+            via=via,
+            activate=not no_activate,
+            user=user,
+            way=at.way,
+            warn=lambda text: at.note(f"dflash-ops: warning: {text}"),
+        )
 
-        if dry_run or diff:
-            plans = there.gather(look, there.containers, quiet=as_json)
-            _tell_left_out(plans)
-            leave(there.tell(plans, _show_plan, as_json=as_json))
-        else:
-            done = there.gather(send, there.containers, quiet=as_json)
-            _tell_left_out(done)
-            leave(there.tell(done, _show_deployed, as_json=as_json))
+    if dry_run or diff:
+        plans = there.gather(look, containers)
+        _tell_left_out(plans)
+        leave(there.tell(plans, _show_plan))
+    else:
+        done = there.gather(send, containers)
+        _tell_left_out(done)
+        leave(there.tell(done, _show_deployed))
 
 
 def _show_deployed(done: "Deployed") -> None:
@@ -160,23 +157,18 @@ def _tell_left_out(outcomes: "Sequence[Outcome[Container, Deployed]] | Sequence[
         render.note(f"dflash-ops: left out {len(left_out) - _TOLD} more; --json lists them")
 
 
+@in_containers
 def releases(
-    context: typer.Context,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
+    there: There,
 ) -> None:
     """List the container's releases, the oldest first."""
     from dflash_ops import deploy as verbs
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: (at.place, verbs.releases(at.shell, at.place)),
-            lambda listed: _show_releases(*listed),
-            as_json=as_json,
-            document=lambda listed: listed[1],
-        )
+    there.serve(
+        lambda at: (at.place, verbs.releases(at.shell, at.place)),
+        lambda listed: _show_releases(*listed),
+        document=lambda listed: listed[1],
+    )
 
 
 def _show_releases(container: "Container", listed: "Listing") -> None:
@@ -202,41 +194,32 @@ def _show_releases(container: "Container", listed: "Listing") -> None:
     render.table(columns, rows, right=("FILES", "SIZE"))
 
 
+@in_containers
 def rollback(
-    context: typer.Context,
+    there: There,
     release: Annotated[str | None, typer.Argument(help="The release. Default: the one before the current one.")] = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Make another release the current one, once every file of it has been checked."""
     from dflash_ops import deploy as verbs
 
     if release == "":  # what a script hands over as "$ID" when it has none must not become the default
         raise UsageFault("an empty word names nothing", next="leave it out, or give an id of dflash-ops releases")
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: verbs.rollback(at.shell, at.place, release),
-            lambda done: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
-            as_json=as_json,
-        )
+    there.serve(
+        lambda at: verbs.rollback(at.shell, at.place, release),
+        lambda done: render.say(f"{done.release} is current in {done.container}, was {done.previous}"),
+    )
 
 
+@in_containers
 def prune(
-    context: typer.Context,
+    there: There,
     keep: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the newest releases stay.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Remove old releases; never the current one, one that a run uses, or the newest that is whole."""
     from dflash_ops import deploy as verbs
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(lambda at: verbs.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned, as_json=as_json)
+    there.serve(lambda at: verbs.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned)
 
 
 def _show_pruned(done: "Pruned") -> None:

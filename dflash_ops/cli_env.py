@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import On, reach
-from dflash_ops.cli_words import InventoryFile, Json, Target, a_path
+from dflash_ops.cli_many import There, in_containers
+from dflash_ops.cli_words import a_path
 from dflash_ops.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ Release = Annotated[str | None, typer.Option(help="The release whose lock counts
 
 
 @app.command()
+@in_containers
 def sync(
-    context: typer.Context,
+    there: There,
     wheels: Annotated[
         Path | None,
         typer.Option(
@@ -32,22 +33,16 @@ def sync(
         ),
     ] = None,
     release: Release = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Make the environment that the release's lock asks for, and make it the current one; the one before is kept.
 
     Runs use it from their next start on. Nothing is built when it is there already."""
     from dflash_ops import environment
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: environment.sync(at.shell, at.place, release, wheelhouse=wheels, progress=at.way),
-            _show_synced,
-            as_json=as_json,
-        )
+    there.serve(
+        lambda at: environment.sync(at.shell, at.place, release, wheelhouse=wheels, progress=at.way),
+        _show_synced,
+    )
 
 
 def _show_synced(done: "Synced") -> None:
@@ -59,27 +54,22 @@ def _show_synced(done: "Synced") -> None:
 
 
 @app.command()
+@in_containers
 def check(
-    context: typer.Context,
+    there: There,
     release: Release = None,
     every: Annotated[bool, typer.Option("--all", help="Shows also what fits.")] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Compare Python, torch, CUDA, driver, transformers and every locked package with what the release wants.
 
     The exit code is 6 when something does not fit; `train start` refuses then."""
     from dflash_ops import environment
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: environment.check(at.shell, at.place, release),
-            lambda found: _show_checked(found, every),
-            as_json=as_json,
-            code=lambda found: 0 if found.ok else PreflightError.exit_code,
-        )
+    there.serve(
+        lambda at: environment.check(at.shell, at.place, release),
+        lambda found: _show_checked(found, every),
+        code=lambda found: 0 if found.ok else PreflightError.exit_code,
+    )
 
 
 def _show_checked(found: "Checked", every: bool) -> None:
@@ -100,23 +90,18 @@ def _show_checked(found: "Checked", every: bool) -> None:
 
 
 @app.command("list")
+@in_containers
 def list_(
-    context: typer.Context,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
+    there: There,
 ) -> None:
     """List the container's environments, the oldest first."""
     from dflash_ops import environment
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: (at.place, environment.list_all(at.shell, at.place)),
-            lambda found: _show_environments(*found),
-            as_json=as_json,
-            document=lambda found: {"environments": found[1]},
-        )
+    there.serve(
+        lambda at: (at.place, environment.list_all(at.shell, at.place)),
+        lambda found: _show_environments(*found),
+        document=lambda found: {"environments": found[1]},
+    )
 
 
 def _show_environments(container: "Container", found: "list[Environment]") -> None:
@@ -141,18 +126,15 @@ def _show_environments(container: "Container", found: "list[Environment]") -> No
 
 
 @app.command()
+@in_containers
 def warm(
-    context: typer.Context,
+    there: There,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The trainer's config, a TOML file.")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Changes one key of the config. Repeatable.")
     ] = None,
     gpus: Annotated[str, typer.Option(metavar="0,1|all|none", help="GPUs, as the container numbers them.")] = "all",
     release: Release = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Fill the compile cache with what a training with this config runs, so that its start need not compile.
 
@@ -177,8 +159,7 @@ def warm(
             progress=at.way,
         )
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(fill, _show_warmed, as_json=as_json)
+    there.serve(fill, _show_warmed)
 
 
 def _show_warmed(done: "WarmedUp") -> None:

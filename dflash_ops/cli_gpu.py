@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import On, leave, reach
-from dflash_ops.cli_words import InventoryFile, Json, Target
+from dflash_ops.cli_many import There, in_containers, leave
 from dflash_ops.errors import CancelledError, OpsError, PreflightError, UsageFault
 
 if TYPE_CHECKING:
-    from dflash_ops.cli_many import There
     from dflash_ops.command import Container, Host
     from dflash_ops.gpu_free import Freed, Holder, Look
     from dflash_ops.gpus import GpuStatus
@@ -23,43 +21,39 @@ app = typer.Typer(help="Who holds the GPUs, and freeing what is ours.", no_args_
 
 
 @app.command("status")
+@in_containers
 def gpu_status(
-    context: typer.Context,
+    there: There,
     everywhere: Annotated[bool, typer.Option("-a", "--all", help="Every host of the inventory.")] = False,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Again and again, until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.2, metavar="S", help="Seconds between two looks of --watch.")] = 2.0,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Show the host's GPUs, how they are, and who holds them: container, run, memory, age. With --watch and --json one
     document a line. --on asks the hosts of these containers."""
     from dflash_ops import many, status
 
-    if everywhere and on is not None:
+    if everywhere and there.many:
         raise UsageFault("--all and --on both say where", next="give one of them")
-    with reach(context, inventory, None if everywhere else target, ["all"] if everywhere else on) as there:
-        hosts, containers, own = _hosts(there, target if everywhere else None)
-        # A host that is away for a while is no reason to stop looking.
-        asking = replace(there, many=True) if watch else there
-        while True:
-            found = asking.gather(
-                lambda at: status.gpu_status(at.shell, at.place, containers, own.get(at.name)),
-                hosts,
-                quiet=True,
-                board=many.Board() if watch else None,
-            )
-            code = _show(there, found, everywhere, as_json, clear=watch and sys.stdout.isatty() and not as_json)
-            if not watch:
-                break
-            time.sleep(every)
-        leave(code)  # what could be told was shown
+    if everywhere:
+        there = replace(there, on=("all",), many=True)
+    hosts, containers, own = _hosts(there)
+    # A host that is away for a while is no reason to stop looking.
+    asking = replace(there, many=True) if watch else there
+    while True:
+        found = asking.gather(
+            lambda at: status.gpu_status(at.shell, at.place, containers, own.get(at.name)),
+            hosts,
+            quiet=True,
+            board=many.Board() if watch else None,
+        )
+        code = _show(there, found, everywhere, clear=watch and sys.stdout.isatty())
+        if not watch:
+            break
+        time.sleep(every)
+    leave(code)  # what could be told was shown
 
 
-def _hosts(
-    there: "There", target: str | None
-) -> "tuple[dict[str, Host | OpsError], list[Container], dict[str, Container]]":
+def _hosts(there: There) -> "tuple[dict[str, Host | OpsError], list[Container], dict[str, Container]]":
     """The hosts to ask, with names that lead nowhere; all containers there; by host the one that owners are told for:
     the one that is meant, when it is the only one."""
     book = there.book
@@ -75,14 +69,14 @@ def _hosts(
     for name, table in book.tables.containers.items():
         if table.host in meant and not isinstance(there.containers.get(name), OpsError):
             containers.append(book.container(name))
-    if there.many and (target or book.tables.default or len(book.tables.containers) == 1):
-        default = book.container(target)
+    if there.many and (there.target or book.tables.default or len(book.tables.containers) == 1):
+        default = book.container(there.target)
         if default in meant.get(default.host.name, ()):
             meant[default.host.name] = [default]
     return hosts, containers, {name: each[0] for name, each in meant.items() if len(each) == 1}
 
 
-def _show(there: "There", found: "list[Outcome[Host, GpuStatus]]", everywhere: bool, as_json: bool, clear: bool) -> int:
+def _show(there: There, found: "list[Outcome[Host, GpuStatus]]", everywhere: bool, clear: bool) -> int:
     from dflash_ops import many, render_gpus, render_many
     from dflash_ops.gpus import GpuStatus
 
@@ -97,18 +91,19 @@ def _show(there: "There", found: "list[Outcome[Host, GpuStatus]]", everywhere: b
             render_gpus.show_gpus(found[0].result())
         sys.stdout.flush()
 
-    if there.many and not everywhere and as_json:
-        return there.tell(found, render_gpus.show_gpus, as_json=True)
+    if there.many and not everywhere and there.as_json:
+        return there.tell(found, render_gpus.show_gpus)
     documents = [it.value or GpuStatus(str(it.place), (), (), (str(it.error),)) for it in found if it.place]
-    render.show({"hosts": documents} if everywhere else documents[0], as_json=as_json, people=people)
+    render.show({"hosts": documents} if everywhere else documents[0], as_json=there.as_json, people=people)
     with render.written():
         sys.stdout.flush()
     return many.worst([it.error.exit_code if it.error else 0 for it in found])
 
 
 @app.command("free")
+@in_containers
 def gpu_free(
-    context: typer.Context,
+    there: There,
     pids: Annotated[
         list[int] | None,
         typer.Option("--pid", metavar="N", help="Also this process (PID THERE of gpu-status), whosever it is."),
@@ -119,10 +114,6 @@ def gpu_free(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be ended.")] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Don't ask.")] = False,
     grace: Annotated[float, typer.Option(min=0, help="Seconds between SIGTERM and SIGKILL.")] = 10.0,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """End what earlier runs left on this container's GPUs, and prove that the memory is back.
 
@@ -132,25 +123,24 @@ def gpu_free(
     from dflash_ops import gpu_free as verbs
     from dflash_ops import render_gpus
 
-    if pids and on is not None:
+    if pids and there.many:
         raise UsageFault("a pid is of one container", where="--pid", next="-t NAME instead of --on")
 
     def look(at: "At[Container]") -> "tuple[Look, list[Holder]]":
         found = verbs.look(at.shell, at.place)
         return found, verbs.choose(found, pids or [], unknown)
 
-    with reach(context, inventory, target, on) as there:
-        looks = {it.name: it for it in there.gather(look, there.containers, quiet=True)}
-        if not dry_run and not yes:
-            _ask([it.value for it in looks.values() if it.value is not None])
+    looks = {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+    if not dry_run and not yes:
+        _ask([it.value for it in looks.values() if it.value is not None])
 
-        def free(at: "At[Container]") -> "Freed":
-            found, chosen = looks[at.name].result()
-            if dry_run or not chosen:
-                return verbs.nothing_done(found, chosen, dry_run)
-            return verbs.free(at.shell, at.place, found, chosen, grace=grace)
+    def free(at: "At[Container]") -> "Freed":
+        found, chosen = looks[at.name].result()
+        if dry_run or not chosen:
+            return verbs.nothing_done(found, chosen, dry_run)
+        return verbs.free(at.shell, at.place, found, chosen, grace=grace)
 
-        there.serve(free, render_gpus.show_freed, as_json=as_json)
+    there.serve(free, render_gpus.show_freed)
 
 
 def _ask(looks: "list[tuple[Look, list[Holder]]]") -> None:
@@ -177,13 +167,10 @@ def _ask(looks: "list[tuple[Look, list[Holder]]]") -> None:
         raise CancelledError("nothing was ended", where=where)
 
 
+@in_containers
 def doctor(
-    context: typer.Context,
+    there: There,
     fix: Annotated[bool, typer.Option("--fix", help="First does what is safe, and says what.")] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Look for what would stop a run: drivers, devices, the container's config, room, programs, leftovers.
 
@@ -193,10 +180,8 @@ def doctor(
     from dflash_ops import doctor as verbs
     from dflash_ops import render_gpus
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: verbs.doctor(at.shell, at.place, fix=fix),
-            render_gpus.show_diagnosis,
-            as_json=as_json,
-            code=lambda found: 0 if found.ok else PreflightError.exit_code,
-        )
+    there.serve(
+        lambda at: verbs.doctor(at.shell, at.place, fix=fix),
+        render_gpus.show_diagnosis,
+        code=lambda found: 0 if found.ok else PreflightError.exit_code,
+    )

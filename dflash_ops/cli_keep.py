@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import cli_data, render
-from dflash_ops.cli_many import On, reach
+from dflash_ops.cli_many import There, in_containers
 from dflash_ops.cli_runs import AnyRun, not_empty
-from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
+from dflash_ops.cli_words import InventoryFile, Target, find_container
 from dflash_ops.errors import CancelledError, UsageFault
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ def attach(run: AnyRun = None, target: Target = None, inventory: InventoryFile =
     raise typer.Exit(found.exit_code)
 
 
+@in_containers
 def fetch(
-    context: typer.Context,
+    there: There,
     run: AnyRun = None,
     into: Annotated[
         Path, typer.Option("-o", "--into", metavar="FOLDER", help="It comes into a folder of its id below this one.")
@@ -50,10 +51,6 @@ def fetch(
         str,
         typer.Option(metavar="newest|all|none|NAME", help="Which checkpoints come with it.", callback=not_empty),
     ] = "newest",
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Copy a run to this machine: metrics, events, logs, records and checkpoints, each file checked.
 
@@ -65,44 +62,38 @@ def fetch(
         found = train.status(at.shell, at.place, run) if run else train.newest(at.shell, at.place)
         return keeping.fetch(at.shell, at.place, found, into, checkpoints=checkpoints, progress=at.way)
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(copy, lambda done: cli_data.show_moved(done, here=True), as_json=as_json)
+    there.serve(copy, lambda done: cli_data.show_moved(done, here=True))
 
 
+@in_containers
 def rm(
-    context: typer.Context,
+    there: There,
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, or a name for the newest run of it.")],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Does not ask.")] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Remove runs with their checkpoints and logs. Asks first; never one that goes on."""
     from dflash_ops import keeping
 
     for name in runs:
         not_empty(name)
-    with reach(context, inventory, target, on) as there:
 
-        def look(at: "At[Container]") -> "list[Removed]":
-            return keeping.remove(at.shell, at.place, runs, dry_run=True)
+    def look(at: "At[Container]") -> "list[Removed]":
+        return keeping.remove(at.shell, at.place, runs, dry_run=True)
 
-        # A name may mean another run once the question is answered.
-        looks = {} if yes else {it.name: it for it in there.gather(look, there.containers, quiet=True)}
-        if looks:
-            _ask({it.name if there.many else "": it.value for it in looks.values() if it.value is not None})
+    # A name may mean another run once the question is answered.
+    looks = {} if yes else {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+    if looks:
+        _ask({it.name if there.many else "": it.value for it in looks.values() if it.value is not None})
 
-        def remove(at: "At[Container]") -> "tuple[Container, list[Removed]]":
-            ids = [it.run_id for it in looks[at.name].result()] if looks else runs
-            return at.place, keeping.remove(at.shell, at.place, ids)
+    def remove(at: "At[Container]") -> "tuple[Container, list[Removed]]":
+        ids = [it.run_id for it in looks[at.name].result()] if looks else runs
+        return at.place, keeping.remove(at.shell, at.place, ids)
 
-        there.serve(
-            remove,
-            lambda done: _show_removed(done[1]),
-            as_json=as_json,
-            document=lambda done: {"container": str(done[0]), "removed": done[1]},
-        )
+    there.serve(
+        remove,
+        lambda done: _show_removed(done[1]),
+        document=lambda done: {"container": str(done[0]), "removed": done[1]},
+    )
 
 
 def _show_removed(removed: "list[Removed]") -> None:

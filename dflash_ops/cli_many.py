@@ -1,20 +1,25 @@
 """How each command reaches its container, the one that -t or the inventory says, or all of them that --on names.
 
-with reach(context, inventory, target, on) as there:
-    there.serve(lambda at: verbs.releases(at.shell, at.place), show_releases, as_json=as_json)
+    @in_containers
+    def releases(there: There) -> None:
+        there.serve(lambda at: verbs.releases(at.shell, at.place), show_releases)
+
+gives the command -t, --on, --inventory and --json. One container's value or error is shown as it is; with --on each is
+shown with its container's name, and the exit code is the worst.
 """
 
+import functools
+import inspect
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import typer
 
 from dflash_ops import progress, render
-from dflash_ops.cli_words import load_inventory
+from dflash_ops.cli_words import InventoryFile, Json, Target, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = TypeVar("P", "Container", "Host")
+Words = ParamSpec("Words")
 
 On = Annotated[
     list[str] | None,
@@ -43,20 +49,41 @@ def _well(value: object) -> int:
 
 @dataclass(frozen=True)
 class There:
-    """Where a command works. many: by --on; then `containers` may hold errors, of names that lead nowhere now."""
+    """Where a command works, and how it tells of it. many: told with names, as --on wants it. The inventory is read,
+    and the only container connected to, when they are first asked for."""
 
-    book: "Inventory"
-    containers: "Mapping[str, Container | OpsError]"
-    many: bool
     shell: "Shell"
+    inventory: Path | None
+    target: str | None
+    on: Sequence[str] | None
+    as_json: bool
+    many: bool
     debug: bool
+
+    @functools.cached_property
+    def book(self) -> "Inventory":
+        return load_inventory(self.inventory)
+
+    @functools.cached_property
+    def containers(self) -> "Mapping[str, Container | OpsError]":
+        """By name; with --on, an error where a name leads nowhere now."""
+        if self.on is not None:
+            return {name: self._found(name) for name in self.book.names(self.on)}
+        container = self.book.container(self.target)
+        self.shell.begin(container.host)  # what the verb needs is loaded while the host answers
+        return {container.name: container}
+
+    def _found(self, name: str) -> "Container | OpsError":
+        try:
+            return self.book.container(name)
+        except OpsError as error:  # a sandbox that is down
+            return error
 
     def serve(
         self,
         verb: "Callable[[At[Container]], T]",
         show: Callable[[T], None],
         *,
-        as_json: bool,
         document: Callable[[T], Any] = lambda value: value,
         code: Callable[[T], int] = _well,
         lasting: bool = False,
@@ -64,8 +91,8 @@ class There:
     ) -> None:
         """Calls the verb for each container, shows what came of it, and ends with the worst exit code. See `gather` and
         `tell`."""
-        outcomes = self.gather(verb, self.containers, quiet=as_json, lasting=lasting, left=left)
-        leave(self.tell(outcomes, show, as_json=as_json, document=document, code=code))
+        outcomes = self.gather(verb, self.containers, lasting=lasting, left=left)
+        leave(self.tell(outcomes, show, document=document, code=code))
 
     def gather(
         self,
@@ -83,7 +110,8 @@ class There:
         if self.many:
             from dflash_ops import many, render_many
 
-            with board or render_many.board(list(places), quiet=quiet, debug=self.debug) as shown:
+            chosen = board or render_many.board(list(places), quiet=quiet or self.as_json, debug=self.debug)
+            with chosen as shown:
                 return many.each(self.shell, places, verb, board=shown, lasting=lasting, left=left)
         from dflash_ops.many import At, Outcome
 
@@ -108,7 +136,6 @@ class There:
         outcomes: "Sequence[Outcome[P, T]]",
         show: Callable[[T], None],
         *,
-        as_json: bool,
         document: Callable[[T], Any] = lambda value: value,
         code: Callable[[T], int] = _well,
     ) -> int:
@@ -117,18 +144,18 @@ class There:
         codes = [code(cast(T, it.value)) if it.error is None else it.error.exit_code for it in outcomes]
         if not self.many:
             value = outcomes[0].result()
-            render.show(document(value), as_json=as_json, people=lambda: show(value))
+            render.show(document(value), as_json=self.as_json, people=lambda: show(value))
             return codes[0]
         from dflash_ops import many, render_many
 
         results = [_result(it, number, document) for it, number in zip(outcomes, codes, strict=True)]
-        render.show({"results": results}, as_json=as_json, people=lambda: render_many.show(outcomes, show))
+        render.show({"results": results}, as_json=self.as_json, people=lambda: render_many.show(outcomes, show))
         for it in outcomes:
             if self.debug and it.error is not None:
                 import traceback
 
                 traceback.print_exception(it.error)
-        if not as_json:
+        if not self.as_json:
             render_many.note_sum(outcomes, codes)
         return many.worst(codes)
 
@@ -160,29 +187,35 @@ def leave(code: int) -> None:
         raise typer.Exit(code)
 
 
-@contextmanager
-def reach(
-    context: typer.Context, inventory: Path | None, target: str | None, on: list[str] | None
-) -> Generator[There, None, None]:
-    """The containers that the words name, and an open shell. UsageFault when both -t and --on are said."""
-    from dflash_ops.shell import Shell
+def in_containers(command: "Callable[Concatenate[There, Words], None]") -> Callable[..., None]:
+    """A command for Typer of a function that gets `there` and the words of its own. A word of the same name as one of
+    ours takes its place, and comes to the function too. UsageFault when both -t and --on are said."""
+    _, *own = inspect.signature(command).parameters.values()
+    names = {it.name for it in own}
+    context, *shared = inspect.signature(_words).parameters.values()
 
-    book = load_inventory(inventory)
-    debug = bool(context.obj)
-    if on is None:
-        container = book.container(target)
+    @functools.wraps(command)
+    def run(context: typer.Context, **words: Any) -> None:
+        from dflash_ops.shell import Shell
+
+        ours = {it.name: words[it.name] if it.name in names else words.pop(it.name) for it in shared}
+        if ours["on"] is not None and ours["target"] not in (None, os.environ.get("DFLASH_OPS_TARGET")):
+            raise UsageFault("-t and --on both say where", where=f"-t {ours['target']}", next="give one of them")
         with Shell() as shell:
-            shell.begin(container.host)  # what the verb needs is loaded while the host answers
-            yield There(book, {container.name: container}, False, shell, debug)
-        return
-    if target is not None and target != os.environ.get("DFLASH_OPS_TARGET"):
-        raise UsageFault("-t and --on both say where", where=f"-t {target}", next="give one of them")
-    with Shell() as shell:
-        yield There(book, {name: _found(book, name) for name in book.names(on)}, True, shell, debug)
+            there = There(shell, **ours, many=ours["on"] is not None, debug=bool(context.obj))
+            cast(Callable[..., None], command)(there, **words)
+
+    parameters = [context, *own, *(it for it in shared if it.name not in names)]
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue] (Typer reads both)
+    run.__annotations__ = {it.name: it.annotation for it in parameters}
+    return run
 
 
-def _found(book: "Inventory", name: str) -> "Container | OpsError":
-    try:
-        return book.container(name)
-    except OpsError as error:  # a sandbox that is down
-        return error
+def _words(
+    context: typer.Context,
+    target: Target = None,
+    on: On = None,
+    inventory: InventoryFile = None,
+    as_json: Json = False,
+) -> None:
+    """What each command has beside its own words."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import On, There, error_document, leave, reach
-from dflash_ops.cli_words import InventoryFile, Json, Target
+from dflash_ops.cli_many import There, error_document, in_containers, leave
 from dflash_ops.errors import OpsError, UsageFault
 
 if TYPE_CHECKING:
@@ -47,8 +46,9 @@ AnyRun = Annotated[
 LEFT = "left it; the run goes on"
 
 
+@in_containers
 def logs(
-    context: typer.Context,
+    there: There,
     run: AnyRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Goes on until the run ends.")] = False,
     tail: Annotated[int | None, typer.Option("-n", "--tail", min=0, metavar="N", help="Only the last N lines.")] = None,
@@ -59,9 +59,6 @@ def logs(
     grep: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only lines that match; --tail counts these.")
     ] = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document a line, the run itself as the last one.")
     ] = False,
@@ -88,22 +85,18 @@ def logs(
             on_break=note,
         )
 
-    with reach(context, inventory, target, on) as there:
-        found = read_logs(there, read, there.containers, as_json)
-        tell_runs(there, found, as_json=as_json, verdict=follow)
-        leave(worst_of(found, lambda run: run.exit_code if follow else 0))
+    found = read_logs(there, read, there.containers)
+    tell_runs(there, found, verdict=follow)
+    leave(worst_of(found, lambda run: run.exit_code if follow else 0))
 
 
+@in_containers
 def list_(
-    context: typer.Context,
+    there: There,
     everything: Annotated[
         bool,
         typer.Option("-a", "--all", help="Also tmux sessions started by hand, and GPU processes that no run owns."),
     ] = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """List the container's runs, the oldest first."""
     from dflash_ops import stops, train
@@ -113,13 +106,11 @@ def list_(
             return at.place, train.list_all(at.shell, at.place)
         return at.place, stops.Listing(tuple(train.list_runs(at.shell, at.place)), (), ())
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            ask,
-            lambda found: _show_listing(*found, everything),
-            as_json=as_json,
-            document=lambda found: found[1].to_json() if everything else {"runs": found[1].to_json()["runs"]},
-        )
+    there.serve(
+        ask,
+        lambda found: _show_listing(*found, everything),
+        document=lambda found: found[1].to_json() if everything else {"runs": found[1].to_json()["runs"]},
+    )
 
 
 def _show_listing(container: "Container", found: "Listing", everything: bool) -> None:
@@ -133,33 +124,25 @@ def _show_listing(container: "Container", found: "Listing", everything: bool) ->
         render_runs.show_by_hand(found)
 
 
+@in_containers
 def status(
-    context: typer.Context,
+    there: There,
     run: AnyRun = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Say how a run stands. The exit code is 0 when that could be told; --json has the run's own."""
     from dflash_ops import render_runs, train
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            lambda at: train.status(at.shell, at.place, run or train.newest(at.shell, at.place).id),
-            render_runs.show_run,
-            as_json=as_json,
-        )
+    there.serve(
+        lambda at: train.status(at.shell, at.place, run or train.newest(at.shell, at.place).id),
+        render_runs.show_run,
+    )
 
 
+@in_containers
 def wait(
-    context: typer.Context,
+    there: There,
     run: AnyRun = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Give up after so many seconds: exit code 101.")] = None,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Wait until a run has ended, and exit with its own exit code (103 when it was stopped)."""
     from dflash_ops import render_runs, train
@@ -168,10 +151,7 @@ def wait(
         name = run or train.newest(at.shell, at.place).id
         return train.wait(at.shell, at.place, name, timeout=timeout)
 
-    with reach(context, inventory, target, on) as there:
-        there.serve(
-            wait_for, render_runs.show_run, as_json=as_json, code=lambda run: run.own_code, lasting=True, left=LEFT
-        )
+    there.serve(wait_for, render_runs.show_run, code=lambda run: run.own_code, lasting=True, left=LEFT)
 
 
 # -- logs, of one run or of several at once
@@ -180,7 +160,7 @@ Reader = Callable[["At[Container]", Callable[[bytes], None], Callable[[str], Non
 
 
 def read_logs(
-    there: There, read: Reader, places: "Mapping[str, Container | OpsError]", as_json: bool = False
+    there: There, read: Reader, places: "Mapping[str, Container | OpsError]"
 ) -> "list[Outcome[Container, Run]]":
     """Reads the runs' logs to stdout, by `read(at, on_out, on_break)`. Ctrl-C leaves them, and the runs go on."""
 
@@ -188,7 +168,7 @@ def read_logs(
 
     def show(at: "At[Container]") -> "Run":
         label = at.name if there.many else None
-        out = JsonLines(label) if as_json else LabelledLines(label) if label is not None else _log_writer()
+        out = JsonLines(label) if there.as_json else LabelledLines(label) if label is not None else _log_writer()
         found = read(at, out, lambda words: at.note(f"{words}; going on"))
         if isinstance(out, LogLines):
             out.close()
@@ -197,9 +177,7 @@ def read_logs(
     return there.gather(show, places, board=render_many.Lines(), lasting=True, left=LEFT)
 
 
-def tell_runs(
-    there: There, found: "list[Outcome[Container, Run]]", *, as_json: bool = False, verdict: bool = False
-) -> None:
+def tell_runs(there: There, found: "list[Outcome[Container, Run]]", *, verdict: bool = False) -> None:
     """What comes after the logs: with --json each run or error; else the errors, and with `verdict` how each ended."""
     from dflash_ops import render_runs
 
@@ -207,7 +185,7 @@ def tell_runs(
         name = {"container": it.name} if there.many else {}
         if it.error is not None:
             render.note(f"dflash-ops: {it.name}: {it.error.line()}")
-        if as_json:
+        if there.as_json:
             what = {"error": error_document(it.error)} if it.error is not None else {"run": it.result().to_json()}
             render.show({**name, **what}, as_json=True, people=lambda: None)
         elif verdict and it.error is None:

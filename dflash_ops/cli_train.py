@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import cli_keep, cli_runs, cli_watch
-from dflash_ops.cli_many import On, There, leave, reach
+from dflash_ops.cli_many import There, in_containers, leave
 from dflash_ops.cli_runs import not_empty
-from dflash_ops.cli_words import InventoryFile, Json, Target
 from dflash_ops.errors import ConfigError, UsageFault
 
 if TYPE_CHECKING:
@@ -69,8 +68,9 @@ Grace = Annotated[float, typer.Option(min=0, callback=_finite, help="Seconds for
 
 
 @app.command()
+@in_containers
 def start(
-    context: typer.Context,
+    there: There,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The trainer's config, a TOML file.")],
     name: Annotated[str, typer.Option(help="The run's name: a-z, 0-9 and dashes.")] = "train",
     gpus: Annotated[str, typer.Option(metavar="0,1|all|none", help="GPUs, as the container numbers them.")] = "all",
@@ -93,16 +93,12 @@ def start(
     share_gpus: ShareGpus = False,
     follow: Follow = False,
     wait: Wait = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Start a run, supervised in the container; a tmux session there shows it."""
     from dflash_ops import runs, train
 
     runs.check_name(name)
-    _one_document(as_json, follow)
+    _one_document(there.as_json, follow)
     text, env = _text(config), _environment(env_file)
 
     def begin(at: "At[Container]") -> "Started":
@@ -124,14 +120,14 @@ def start(
         )
         return train.start(at.shell, at.place, request, on_wait=at.on_wait)
 
-    with reach(context, inventory, target, on) as there:
-        left = _goes_on("the start", "train list")
-        _begun(there, begin, left, follow=follow, wait=wait, as_json=as_json)
+    left = _goes_on("the start", "train list")
+    _begun(there, begin, left, follow=follow, wait=wait)
 
 
 @app.command()
+@in_containers
 def restart(
-    context: typer.Context,
+    there: There,
     run: cli_runs.AnyRun = None,
     settings: Settings = None,
     env_file: EnvFile = None,
@@ -144,10 +140,6 @@ def restart(
     grace: Grace = 60.0,
     follow: Follow = False,
     wait: Wait = False,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Stop a run, if it goes on, and start it again from its newest checkpoint, in the current release.
 
@@ -158,7 +150,7 @@ def restart(
     from dflash_ops import render_runs, runs, train
     from dflash_ops.stops import Stopped
 
-    _one_document(as_json, follow)
+    _one_document(there.as_json, follow)
     env = _environment(env_file)
 
     def again(at: "At[Container]") -> "Started":
@@ -177,21 +169,21 @@ def restart(
             )
 
         def on_stopped(stopped: Stopped) -> None:
-            if not as_json:
+            if not there.as_json:
                 at.note(render_runs.stopped_line(stopped))
 
         return train.restart(
             at.shell, at.place, run, changes=changes, grace=grace, on_wait=at.on_wait, on_stopped=on_stopped
         )
 
-    with reach(context, inventory, target, on) as there:
-        left = _goes_on("what was begun of the restart", f"train status {run or ''}")
-        _begun(there, again, left, follow=follow, wait=wait, as_json=as_json)
+    left = _goes_on("what was begun of the restart", f"train status {run or ''}")
+    _begun(there, again, left, follow=follow, wait=wait)
 
 
 @app.command()
+@in_containers
 def stop(
-    context: typer.Context,
+    there: There,
     run: Annotated[
         str | None,
         typer.Argument(
@@ -205,31 +197,24 @@ def stop(
         ),
     ] = None,
     grace: Grace = 60.0,
-    target: Target = None,
-    on: On = None,
-    inventory: InventoryFile = None,
-    as_json: Json = False,
 ) -> None:
     """Stop a run: SIGTERM, grace, then every process of it, and nothing else; then its GPU memory is back."""
     from dflash_ops import render_runs, train
 
     if run is not None and session is not None:
         raise UsageFault("a run and a session are two things", next="train stop RUN, or train stop --session NAME")
-    with reach(context, inventory, target, on) as there:
-        if session is not None:
-            there.serve(
-                lambda at: train.stop_session(at.shell, at.place, session, grace=grace, on_wait=at.on_wait),
-                render_runs.show_session_stopped,
-                as_json=as_json,
-                left=_goes_on("the end of the session", "train list --all"),
-            )
-        else:
-            there.serve(
-                lambda at: train.stop(at.shell, at.place, run, grace=grace, on_wait=at.on_wait),
-                render_runs.show_stopped,
-                as_json=as_json,
-                left=_goes_on("the stop", f"train wait {run or ''}"),
-            )
+    if session is not None:
+        there.serve(
+            lambda at: train.stop_session(at.shell, at.place, session, grace=grace, on_wait=at.on_wait),
+            render_runs.show_session_stopped,
+            left=_goes_on("the end of the session", "train list --all"),
+        )
+    else:
+        there.serve(
+            lambda at: train.stop(at.shell, at.place, run, grace=grace, on_wait=at.on_wait),
+            render_runs.show_stopped,
+            left=_goes_on("the stop", f"train wait {run or ''}"),
+        )
 
 
 app.command()(cli_runs.logs)
@@ -257,7 +242,6 @@ def _begun(
     *,
     follow: bool,
     wait: bool,
-    as_json: bool,
 ) -> None:
     """Starts runs and shows them, then follows or waits for them; ends with the runs' exit code if it does."""
     from dataclasses import replace
@@ -268,18 +252,17 @@ def _begun(
         started = begin(at)
         return replace(started, run=train.wait(at.shell, at.place, started.run.id))
 
-    if as_json and wait:
+    if there.as_json and wait:
         there.serve(
             whole,
             render_runs.show_started,
-            as_json=True,
             code=lambda done: done.run.own_code,
             lasting=True,
             left=cli_runs.LEFT,
         )
         return
-    started = there.gather(begin, there.containers, quiet=as_json, left=left)
-    code = there.tell(started, render_runs.show_started, as_json=as_json)
+    started = there.gather(begin, there.containers, left=left)
+    code = there.tell(started, render_runs.show_started)
     ids = {it.name: it.value.run.id for it in started if it.value is not None}
     alive = {name: place for name, place in there.containers.items() if name in ids}
     if (follow or wait) and alive:
