@@ -172,8 +172,10 @@ def init(
     host: Annotated[
         str | None, typer.Option(metavar="NAME", help="The host's name in the file; one that is there is used.")
     ] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="The port of its ssh server.")] = None,
-    user: Annotated[str | None, typer.Option(help="Who logs in there.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, max=65535, help="The port of its ssh server.")
+    ] = None,
+    user: Annotated[str | None, typer.Option(metavar="USER", help="Who logs in there.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", parser=a_path, help="The private key.")] = None,
     known_hosts: Annotated[
         Path | None, typer.Option("--known-hosts", metavar="FILE", parser=a_path, help="Who knows the host's key.")
@@ -182,7 +184,7 @@ def init(
         Path | None, typer.Option("--ssh-config", metavar="FILE", parser=a_path, help="Instead of ~/.ssh/config.")
     ] = None,
     vmid: Annotated[str | None, typer.Option(metavar="NUMBER", help="The container's number.")] = None,
-    name: Annotated[str | None, typer.Option(help="The container's name in the file.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="The container's name in the file.")] = None,
     path: Annotated[str | None, typer.Option(metavar="FOLDER", help="Its folder for releases and runs.")] = None,
     python: Annotated[str | None, typer.Option(metavar="PROGRAM", help="Its Python.")] = None,
     gpus: Annotated[

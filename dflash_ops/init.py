@@ -27,6 +27,7 @@ from dflash_ops.errors import (
 from dflash_ops.inventory import Inventory, parse
 from dflash_ops.inventory_file import read
 from dflash_ops.inventory_probe import Cards, Inside, Listed
+from dflash_ops.inventory_tables import ContainerTable
 from dflash_ops.shell import Shell
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ T = TypeVar("T")
 NONE = "none"
 _SECONDS = 20.0
 _CA = "/etc/pve/pve-root-ca.pem"
+_PATH, _PYTHON = ContainerTable.path, ContainerTable.python
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class _Init:
     def __init__(self, shell: Shell | None, book: Inventory, said: Said, asker: Asker) -> None:
         self._shell, self._book, self._said, self._asker = shell, book, said, asker
         self._tried: list[str] = []
+        self._seen: dict[Container, Inside] = {}
 
     def plan(self) -> Plan:
         host, new, listed = self._host()
@@ -224,11 +227,11 @@ class _Init:
         chosen = self._settled(
             said.vmid, "The container's number", "--vmid", default, lambda it: _one_of(it, listed, host)
         )
-        bare = Container(host, chosen.vmid, user=said.container_user)
+        bare = Container(host, chosen.vmid, said.path or _PATH, said.python or _PYTHON, user=said.container_user)
         asked = "Python in the container; the trainer's environment is made of it"
-        bare = self._settled(said.python, asked, "--python", bare.python, lambda it: self._try_python(bare, it))
+        bare = self._settled(said.python, asked, "--python", _PYTHON, lambda it: self._try_python(bare, it))
         asked = "Folder in the container for releases and runs"
-        bare = self._settled(said.path, asked, "--path", bare.path, lambda it: self._try_path(bare, host_name, it))
+        bare = self._settled(said.path, asked, "--path", _PATH, lambda it: self._try_path(bare, host_name, it))
         host_cards = self._cards(host)
         inside = self._inside(bare)
         detected = _detected(host_cards, inside.cards) if inside else ()
@@ -288,7 +291,12 @@ class _Init:
                     self._asker.tell(f"  {check.evidence}")
 
     def _inside(self, container: Container) -> Inside | None:
-        return self._shell.ask(container, probe.inside(container), timeout=_SECONDS) if self._shell else None
+        """What is in the container; asked once for what the command line says all of."""
+        if self._shell is None:
+            return None
+        if container not in self._seen:
+            self._seen[container] = self._shell.ask(container, probe.inside(container), timeout=_SECONDS)
+        return self._seen[container]
 
     def _cards(self, host: Host) -> Cards | None:
         return self._shell.ask(host, probe.cards(), timeout=_SECONDS) if self._shell else None
