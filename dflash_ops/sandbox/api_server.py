@@ -198,7 +198,7 @@ class Handler(_Quiet):
             return given
         if "json" in self.headers.get("Content-Type", ""):
             try:
-                return given | {str(name): _text(value) for name, value in json.loads(body).items()}
+                return given | {str(name): str(value) for name, value in json.loads(body).items()}
             except (ValueError, AttributeError) as error:
                 raise ApiError(400, f"unable to decode the body: {error}") from error
         return given | dict(urllib.parse.parse_qsl(body.decode(errors="replace"), keep_blank_values=True))
@@ -226,7 +226,3 @@ class Handler(_Quiet):
                 self.connection.shutdown(socket.SHUT_RDWR)
         elif self.command != "HEAD":
             self.wfile.write(body)
-
-
-def _text(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
