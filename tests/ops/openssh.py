@@ -98,9 +98,10 @@ class Sshd:
             "PrintLastLog no",
             "UseDNS no",
             "LogLevel VERBOSE",
-            "Subsystem sftp internal-sftp",
+            "" if "Subsystem" in config else "Subsystem sftp internal-sftp",
         ]
         self._config.write_text("\n".join(lines) + "\n")
+        self._environment = dict(os.environ)  # a test may take the PATH away from the client
         self._running: list[subprocess.Popen[bytes]] = []
         self._mutex = threading.Lock()
         self.connections = 0
@@ -132,13 +133,25 @@ class Sshd:
                     self._running.append(self._serve(connection))
 
     def _serve(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        words = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _ENTER, "sh")
+        words = (
+            shutil.which("unshare", path=self._environment["PATH"]) or "",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _ENTER,
+            "sh",
+        )
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 (*words, str(self._here), str(SSHD), str(self._config), str(self._log)),
                 stdin=connection,
                 stdout=connection,
                 stderr=log,
+                env=self._environment,
                 start_new_session=True,
             )
 

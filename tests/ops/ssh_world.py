@@ -10,19 +10,7 @@ from openssh import Sshd, make_key, need
 from dflash_ops.command import Command, Host
 from dflash_ops.shell import Shell
 
-# A ProxyCommand of our own: one connection, carried between stdin, stdout and HOST PORT.
-_RELAY = """
-import os, socket, sys, threading
-line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-open(sys.argv[3], "a").write(f"{os.getpid()} {' '.join(sys.argv[4:])}\\n")
-def back():
-    while data := line.recv(1 << 16):
-        os.write(1, data)
-    os._exit(0)
-threading.Thread(target=back, daemon=True).start()
-while data := os.read(0, 1 << 16):
-    line.sendall(data)
-"""
+RELAY = Path(__file__).with_name("ssh_relay.py")
 
 
 @dataclass
@@ -94,7 +82,7 @@ def make_world(folder: Path) -> World:
     for server in (target, gate, outer):
         server.authorize(*keys)
     (folder / "known_hosts").write_text("".join(server.known() for server in (target, gate, outer)))
-    (folder / "relay.py").write_text(_RELAY)
+    (folder / "relay.py").write_bytes(RELAY.read_bytes())
     return World(folder, target, gate, outer)
 
 

@@ -1,0 +1,298 @@
+"""Links that stall, while they are made and afterwards: nothing waits without a bound, and what was started ends."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import paramiko
+import pytest
+from openssh import Sshd, make_key, need
+from paramiko.common import MSG_CHANNEL_SUCCESS
+from ssh_world import RELAY, World, who
+
+from dflash_ops import ssh
+from dflash_ops.command import Command, Host
+from dflash_ops.errors import ConfigError, LinkLostError, OpsError, TimedOutError, UnreachableError
+from dflash_ops.shell import Shell
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A target that allows two sessions on a connection, and gates of which the outer one forwards nothing."""
+    need("ssh")
+    folder = tmp_path_factory.mktemp("links")
+    key = make_key(folder / "id")
+    target = Sshd(folder / "target", config="MaxSessions 2")
+    gate, outer = Sshd(folder / "gate"), Sshd(folder / "outer", config="AllowTcpForwarding no")
+    for server in (target, gate, outer):
+        server.authorize(key)
+    (folder / "known_hosts").write_text("".join(server.known() for server in (target, gate, outer)))
+    (folder / "relay.py").write_bytes(RELAY.read_bytes())
+    yield World(folder, target, gate, outer)
+    for server in (target, gate, outer):
+        server.end()
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# -- while connecting
+
+
+class Mute:
+    """Accepts connections, says `words`, and then nothing."""
+
+    def __init__(self, words: bytes) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self._words, self._open = words, list[socket.socket]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                connection, _ = self.listener.accept()
+                connection.sendall(self._words)
+                self._open.append(connection)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for connection in self._open:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (b"", "it never said that it speaks SSH within 0.4 s"),
+        (b"welcome to this fine host\r\n", "it never said that it speaks SSH within 0.4 s"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "no keys were agreed on within 0.4 s"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 200, "can't be reached"),
+    ],
+    ids=["says-nothing", "greets-only", "stalls-after-its-version", "speaks-something-else"],
+)
+def test_a_server_that_stalls(servers: World, words: bytes, says: str) -> None:
+    with closing(Mute(words)) as mute:
+        for config in (f"Host box; Port {mute.port}", f"Host gate; Port {mute.port}; Host box; ProxyJump gate"):
+            with pytest.raises(UnreachableError) as caught:
+                who(servers.alias(config), timeout=0.4)
+            assert says in caught.value.line()
+            assert ("jump gate" in caught.value.where) == ("gate" in config)
+
+
+def test_a_connect_timeout_of_the_configuration_wins(servers: World) -> None:
+    with closing(Mute(b"")) as mute, pytest.raises(UnreachableError, match="within 1 s"):
+        who(servers.alias(f"ConnectTimeout 1; Host box; Port {mute.port}"), timeout=60)
+
+
+def test_a_name_server_that_hangs(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: forever.wait(60))
+    with pytest.raises(UnreachableError, match=r"its name was not resolved within 0\.3 s"):
+        who(servers.alias(""), timeout=0.3)
+    forever.set()
+
+
+def test_a_host_that_takes_long_to_let_us_in(tmp_path: Path) -> None:
+    key = make_key(tmp_path / "id")
+    slow = "AuthorizedKeysFile none\nAuthorizedKeysCommand /bin/sleep 600\nAuthorizedKeysCommandUser root"
+    with Sshd(tmp_path / "sshd", config=slow) as server, pytest.raises(UnreachableError) as caught:
+        who(server.host(key), timeout=0.6)
+    assert f"no answer to {key} within 0.6 s" in caught.value.why
+
+
+def test_an_agent_that_hangs_is_passed_over(servers: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dflash_ops.ssh_keys._AGENT_SECONDS", 0.2)
+    path = Path("/tmp") / f"dflash-agent-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(path))
+        agent.listen()
+        try:
+            assert who(servers.alias(f"IdentityAgent {path}")) == "root"
+            with pytest.raises(UnreachableError, match=f"the agent at {path} gave no answer"):
+                who(servers.alias(f"IdentityAgent {path}; IdentityFile none"))
+        finally:
+            path.unlink()
+
+
+def test_a_match_exec_that_hangs(servers: World) -> None:
+    pid_file = servers.folder / "exec.pid"
+    with pytest.raises(ConfigError, match=r"`ssh -G` gave no answer within 0\.5 s.*Match exec"):
+        who(servers.alias(f'Match exec "echo $$ >{pid_file} && exec sleep 600"; User joe'), timeout=0.5)
+    until(lambda: not lives(int(pid_file.read_text())))
+
+
+def test_a_proxy_command_that_hangs_is_ended(servers: World) -> None:
+    """And what it has started; one that has been told to go away and does not, too."""
+    pids = servers.folder / "pids"
+    script = servers.folder / "hangs.sh"
+    script.write_text(f"trap '' TERM HUP\necho $$ >{pids}\nsleep 600 &\necho $! >>{pids}\nwait\nwait\nsleep 600\n")
+    with pytest.raises(UnreachableError, match=r"it never said that it speaks SSH within 0\.6 s"):
+        who(servers.alias(f"Host box; ProxyCommand sh {script}"), timeout=0.6)
+    until(lambda: not any(lives(int(pid)) for pid in pids.read_text().split()))
+
+
+def test_a_gate_that_forwards_nothing(servers: World) -> None:
+    with pytest.raises(UnreachableError, match="the jump before it can't connect: it forbids that"):
+        who(servers.alias("Host box; ProxyJump outer"))
+
+
+# -- afterwards
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real intervals, 5 and 15 s, silence is noticed within 20 s."""
+    monkeypatch.setattr(ssh, "KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(ssh, "DEAD_AFTER_SECONDS", 0.8)
+
+
+def test_silence_is_noticed_within_20_s_with_the_real_intervals() -> None:
+    """The last answer may have come just before, and who watches looks once in a fifth of the interval."""
+    assert ssh.DEAD_AFTER_SECONDS + ssh.KEEPALIVE_SECONDS / 5 < 20 - ssh.KEEPALIVE_SECONDS / 2
+
+
+RELAYED = "Host box; ProxyCommand {python} {dir}/relay.py %h %p {dir}/relay.log"
+BREAKS: dict[str, tuple[str, Callable[[World], None]]] = {
+    "target-cut": ("", lambda world: world.target.cut()),
+    "target-frozen": ("", lambda world: world.target.freeze()),
+    "gate-cut": ("Host box; ProxyJump gate", lambda world: world.gate.cut()),
+    "gate-frozen": ("Host box; ProxyJump gate", lambda world: world.gate.freeze()),
+    "proxy-command-killed": (RELAYED, lambda world: os.kill(relay_pid(world), signal.SIGKILL)),
+    "proxy-command-frozen": (RELAYED, lambda world: os.kill(relay_pid(world), signal.SIGSTOP)),
+}
+
+
+def relays(world: World) -> list[int]:
+    return [int(pid) for pid in (world.folder / "relay.log").read_text().split()]
+
+
+def relay_pid(world: World) -> int:
+    return relays(world)[-1]
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_link_that_dies_is_noticed(servers: World, quick: None, name: str) -> None:
+    """Whoever waits hears of it, a new connection is made when one is asked for, and no ProxyCommand stays."""
+    config, breaks = BREAKS[name]
+    started = threading.Event()
+
+    def broken() -> None:
+        started.wait(20)
+        breaks(servers)
+
+    thread = threading.Thread(target=broken)
+    thread.start()
+    try:
+        with Shell(connect_timeout=10) as shell:
+            host = servers.alias(config)
+            with pytest.raises(LinkLostError, match="the connection broke"):
+                shell.stream(host, Command(("sh", "-c", "echo here; exec sleep 600")), on_out=lambda _: started.set())
+            thread.join()
+            for server in (servers.target, servers.gate):
+                server.cut()
+            assert shell.run(host, Command(("echo", "again")), timeout=20).out == b"again\n"
+        if "proxy" in name:
+            until(lambda: not any(map(lives, relays(servers))))
+    finally:
+        started.set()
+        for server in (servers.target, servers.gate):
+            server.cut()
+
+
+def test_the_processes_of_a_link_end_with_it(servers: World) -> None:
+    link = ssh.connect(servers.alias(RELAYED), timeout=10)
+    pid = relay_pid(servers)
+    assert lives(pid) and link.user == "root"
+    link.close()
+    assert not lives(pid)
+
+
+def test_a_command_that_the_host_does_not_start(servers: World, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers every keepalive, but not the request."""
+    link = ssh.connect(servers.alias(""), timeout=10)
+    monkeypatch.setitem(paramiko.Transport._channel_handler_table, MSG_CHANNEL_SUCCESS, lambda *_: None)
+    with pytest.raises(TimedOutError, match=r"no answer within 0\.8 s .*starts no command"):
+        link.start(b"sleep 600")
+    monkeypatch.undo()
+    assert link.is_open
+    link.close()
+
+
+def test_more_sessions_than_the_server_allows_on_a_connection(servers: World) -> None:
+    """Two on each; further connections are made, used again, and closed with the first."""
+    before = servers.target.connections
+    link = ssh.connect(servers.alias(""), timeout=10)
+    held = [link.start(b"cat") for _ in range(5)]
+    assert servers.target.connections - before == 3
+    with link.sftp() as sftp:
+        assert sftp.normalize("/tmp") == "/tmp"
+    again = link.start(b"echo more")
+    assert again.code(20) == 0
+    for process in held:
+        process.end()
+    assert servers.target.connections - before == 3
+    link.close()
+    until(lambda: not link.is_open and all(not process._link.is_open for process in held))
+
+
+def test_a_host_that_allows_no_session_at_all(tmp_path: Path) -> None:
+    key = make_key(tmp_path / "id")
+    with Sshd(tmp_path / "sshd", config="MaxSessions 0").authorize(key) as server:
+        with pytest.raises(OpsError, match="the host refused a session"):
+            who(server.host(key))
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize("config", ["Subsystem sftp /bin/false", "Subsystem sftp /bin/cat /etc/passwd"])
+def test_a_host_without_sftp(tmp_path: Path, config: str) -> None:
+    key = make_key(tmp_path / "id")
+    with Sshd(tmp_path / "sshd", config=config).authorize(key) as server:
+        link = ssh.connect(server.host(key), timeout=10)
+        with pytest.raises(ssh.NoSftpError, match="the host gives no SFTP session"), link.sftp():
+            pass
+        assert link.is_open
+        link.close()
+
+
+# -- without an ssh client
+
+
+def test_without_an_ssh_client_paramiko_reads_the_configuration(
+    servers: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = servers.counts()
+    for config, name in (
+        ("", "box"),
+        ("Host box; User joe", "root@box"),
+        ("Host box; ProxyJump gate", "box"),
+        (RELAYED, "box"),
+    ):
+        assert who(servers.alias(config, name)) == "root"
+    assert tuple(now - then for now, then in zip(servers.counts(), before, strict=True)) == (4, 1, 0)
+    assert who(replace(servers.alias("Host box; Port 1"), port=servers.target.port)) == "root"
+    with pytest.raises(ConfigError, match=r"Include can't be honoured without an ssh client .*install openssh-client"):
+        who(servers.alias("Include {dir}/more"))
+    with pytest.raises(ConfigError, match="there is no such ssh configuration"):
+        who(Host("box", "box", ssh_config=tmp_path / "not-there"))
