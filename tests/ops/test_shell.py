@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Box
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from proxy import Proxy
 
 from dflash_ops import ssh
@@ -83,30 +81,6 @@ def test_a_query_reads_its_own_answer(shell: Shell, container: Container) -> Non
 def test_check_raises_with_the_last_words(shell: Shell, container: Container) -> None:
     with pytest.raises(OpsError, match=r"sh -c .* failed \(box / container 200\): the last"):
         shell.run(container, Command(("sh", "-c", "echo first >&2; echo the last >&2; exit 3")), check=True)
-
-
-raw_words = st.lists(
-    st.binary(max_size=30).filter(lambda raw: b"\0" not in raw) | st.sampled_from([b"", b"; id", b"$(id)", b"~", b"*"]),
-    min_size=20,
-    max_size=20,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(raw=raw_words)
-@pytest.mark.parametrize("via", ["lxc-attach", "pct"])
-def test_words_of_any_bytes_arrive_unchanged(raw: list[bytes], via: str, box: Box, shared_shell: Shell) -> None:
-    container = replace(box.container, via=via)
-    words = [word.decode("utf-8", "surrogateescape") for word in raw]
-    program = "import os, sys; print([os.fsencode(word) for word in sys.argv[1:]])"
-    result = shared_shell.run(container, Command((container.python, "-c", program, *words)))
-    assert result.out.decode().strip() == repr(raw)
-
-
-@pytest.fixture(scope="module")
-def shared_shell():
-    with Shell() as shell:
-        yield shell
 
 
 def test_a_word_too_long_for_one_line_arrives(shell: Shell, container: Container) -> None:
