@@ -1,7 +1,9 @@
 """`dflash-ops deploy`, `releases`, `rollback`, `prune`: read words, call one verb, show its value. cli.py registers
 them."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from dflash_ops.deploy import Deployed, Listing, LiveRun, Plan, Pruned
     from dflash_ops.many import At, Outcome
     from dflash_ops.release import LeftOut
+    from dflash_ops.shell import Shell
+    from dflash_ops.source import Reading, Source
 
 # Names that are told of what was left out; --json has them all.
 _TOLD = 10
@@ -80,8 +84,11 @@ def deploy(
 
     chosen = replace(sources.choose(source, there.book.source, here=working_folder()), include=tuple(include or ()))
 
+    reading = _Readings()
+    moment = datetime.now(UTC) if there.many else None  # one id everywhere
+
     def look(at: "At[Container]") -> "Plan":
-        return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way)
+        return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way, read=reading.of_one())
 
     def send(at: "At[Container]") -> "Deployed":
         if snapshot:
@@ -98,6 +105,8 @@ def deploy(
             user=user,
             way=at.way,
             warn=lambda text: at.note(f"dflash-ops: warning: {text}"),
+            read=reading.of_one(),
+            moment=moment,
         )
 
     if dry_run or diff:
@@ -108,6 +117,30 @@ def deploy(
         done = there.gather(send, containers)
         _tell_left_out(done)
         leave(there.tell(done, _show_deployed))
+
+
+class _Readings:
+    """Reads the source once for all deploys of it, and once more for those that have seen it change."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: Reading | None = None
+
+    def of_one(self) -> "Callable[[Shell, Source], Reading]":
+        """What one deploy reads by: the newest reading, or a new one when that is what it had."""
+        had: Reading | None = None
+
+        def read(shell: "Shell", source: "Source") -> "Reading":
+            from dflash_ops import source as sources
+
+            nonlocal had
+            with self._lock:
+                if self._newest is None or self._newest is had:
+                    self._newest = sources.read(shell, source)
+                had = self._newest
+                return had
+
+        return read
 
 
 def _show_deployed(done: "Deployed") -> None:

@@ -16,10 +16,12 @@ import stand_in
 from conftest import Box, Cli, write_inventory
 from test_progress import on_a_terminal
 
-from dflash_ops import gpus, many, render_many, status
+from dflash_ops import cli_deploy, gpus, many, render_many, status
+from dflash_ops import source as sources
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
 from dflash_ops.many import At, each, worst
+from dflash_ops.release import Manifest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -256,6 +258,19 @@ def test_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
         err = capsys.readouterr().err
         assert ("a: asking\n" in err, "a: done, 1.0 s\n" in err) == (steps, done)
         assert "b: failed (7), 2.0 s\na: a warning\n" in err
+
+
+# -- a deploy to many reads its source once
+
+
+def test_the_source_is_read_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
+    readings = [sources.Reading(None, Manifest(())) for _ in range(2)]
+    left = list(readings)
+    monkeypatch.setattr(sources, "read", lambda *_: left.pop(0))
+    shared, source = cli_deploy._Readings(), sources.Source(Path("/"))
+    first, second, third = (shared.of_one() for _ in range(3))
+    assert first(shell, source) is second(shell, source) is readings[0]
+    assert first(shell, source) is second(shell, source) is third(shell, source) is readings[1] and not left
 
 
 # -- through the whole way
