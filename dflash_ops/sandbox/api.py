@@ -22,6 +22,14 @@ class ApiError(Exception):
         self.code, self.message, self.errors, self.silent = code, message, errors, silent
 
 
+class Page(list[dict[str, Any]]):
+    """Some rows of a longer list, of which the answer also tells the length."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], start: int, limit: int) -> None:
+        super().__init__(rows[start : start + limit if limit else None])
+        self.total = len(rows)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """What a parameter may be. kind: "integer", "boolean", "string" or "name" (a configuration id)"""
@@ -155,6 +163,8 @@ def _reach(node: str) -> None:
     if node not in layout.NODES:
         why = f"failed to get address info for: {node}: Name or service not known"
         raise ApiError(500, f"hostname lookup '{node}' failed - {why}")
-    if node in faults.read().down:
+    wrong = faults.read()
+    if node in wrong.down:
         why = "Connection refused" if node == layout.NODE else "No route to host"
-        raise ApiError(595, why, silent=True)
+        words = {596: "Connection timed out", 599: "Too many redirections"}
+        raise ApiError(wrong.down_code, words.get(wrong.down_code, why), silent=True)

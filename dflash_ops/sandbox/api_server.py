@@ -165,7 +165,7 @@ class Handler(_Quiet):
             path = urllib.parse.unquote(path.removeprefix(_PREFIX)) or "/"
             data = api.answer(CALLS, self.command, path, self._given(query, body), user)
             code, reason = 200, "OK"
-            content: Any = {"data": data}
+            content: Any = {"data": data} | ({"total": data.total} if isinstance(data, api.Page) else {})
         except ApiError as error:
             code, reason = error.code, error.message
             content = None if error.silent else {"data": None, "message": f"{error.message}\n"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_ops.sandbox import containers, faults, guests, layout, tasks
-from dflash_ops.sandbox.api import ApiError, Call, Parameter, Request
+from dflash_ops.sandbox.api import ApiError, Call, Page, Parameter, Request
 from dflash_ops.sandbox.tasks import Task
 
 
@@ -76,7 +76,8 @@ def _visible(request: Request, node: str) -> list[int]:
 
 
 def _containers(request: Request) -> Any:
-    return [guests.status(vmid, request.node) for vmid in _visible(request, request.node)]
+    # A real one gives them in no order.
+    return [guests.status(vmid, request.node) for vmid in reversed(_visible(request, request.node))]
 
 
 def _current(request: Request) -> Any:
@@ -199,7 +200,7 @@ def _task_log(request: Request) -> Any:
     start, limit = request.options.get("start", 0), request.options.get("limit", 50)
     rows = [{"n": number, "t": line} for number, line in enumerate(_task(request).lines(), 1)]
     # For the sake of the web page there is never no line.
-    return rows[start : start + limit if limit else None] if rows else [{"n": 1, "t": "no content"}]
+    return Page(rows or [{"n": 1, "t": "no content"}], start, limit)
 
 
 def _tasks(request: Request) -> Any:
@@ -223,8 +224,7 @@ def _tasks(request: Request) -> Any:
             row |= {"status": task.verdict, "endtime": int(task.log.stat().st_mtime)}
         if not (options.get("errors") and row.get("status", "OK") == "OK"):
             rows.append(row)
-    start, limit = options.get("start", 0), options.get("limit", 50)
-    return rows[start : start + limit]
+    return Page(rows, options.get("start", 0), options.get("limit", 50))
 
 
 _CT = "/nodes/{node}/lxc/{vmid}"

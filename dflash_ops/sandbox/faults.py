@@ -17,9 +17,10 @@ class Faults:
     dies: a regular expression on "METHOD /path": the connection closes in the middle of such an answer
     slow: likewise, those answers that `delay` is for (all of them when empty)
     certificate: "own"; "other" is one that another authority signed
-    down: nodes that don't answer (the other one, or this one's pvedaemon)
+    down: nodes that don't answer (the other one, or this one's pvedaemon); down_code: 595, 596 or 599
     unauthorized_delay: seconds before a 401; a real one takes 3
     garbage: likewise, answers that are not JSON, as from a proxy in between
+    hangs, warns: regular expressions on "TYPE VMID" of a task ("vzstart 202"): it never ends, or ends with a warning
     """
 
     delay: float = 0.0
@@ -28,7 +29,10 @@ class Faults:
     garbage: str = ""
     certificate: str = "own"
     down: list[str] = field(default_factory=list[str])
+    down_code: int = 595
     unauthorized_delay: float = 3.0
+    hangs: str = ""
+    warns: str = ""
 
 
 def read(root: str = "") -> Faults:

@@ -4,12 +4,13 @@ task's log. pct and pvesh do the same in the foreground. Runs in the hypervisor.
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import container, containers, kernel, layout, snapshots
+from dflash_ops.sandbox import container, containers, faults, kernel, layout, snapshots
 from dflash_ops.sandbox.guest_config import Config
 from dflash_ops.sandbox.perl import Failure, locked
 from dflash_ops.sandbox.processes import ProcessId
@@ -27,12 +28,18 @@ def main() -> NoReturn:
     log = os.open(task.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    wrong, event = faults.read(), f"{task.kind} {task.id}"
     try:
+        while wrong.hangs and re.search(wrong.hangs, event):
+            time.sleep(0.1)
         globals()[order["job"]](order["vmid"], **order["options"])
     except (Failure, container.StartError, OSError) as error:
         say(f"TASK ERROR: {error}".rstrip("\n").replace("\n", " "))
         sys.exit(1)
-    say("TASK OK")
+    warns = bool(wrong.warns and re.search(wrong.warns, event))
+    if warns:
+        say("WARN: Systemd 257 detected. You may need to enable nesting.")
+    say("TASK WARNINGS: 1" if warns else "TASK OK")
     sys.exit(0)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import ssl
+import urllib.parse
 from collections.abc import Callable
 
 import pytest
@@ -271,6 +272,8 @@ def test_a_dead_node_is_595_without_a_body(proxmox: SandboxState, bot: ProxmoxAP
         assert refusal(bot.nodes("pve2").lxc.get) == (595, "No route to host", EMPTY)
         assert {row["node"]: row["status"] for row in bot.nodes.get()} == {"pve": "online", "pve2": "offline"}
         assert raw(proxmox, "GET", "/api2/json/nodes/pve2/status").body == b""
+    with wrong(proxmox, down=["pve2"], down_code=596):
+        assert refusal(bot.nodes("pve2").lxc.get) == (596, "Connection timed out", EMPTY)
     with wrong(proxmox, down=["pve"]):  # its pvedaemon
         assert refusal(bot.nodes("pve").lxc.get) == (595, "Connection refused", EMPTY)
         assert {row["status"] for row in bot.cluster.resources.get(type="vm")} == {"unknown"}
@@ -375,6 +378,23 @@ def test_a_running_task_tells_so_and_waits_for_the_containers_lock(bot: ProxmoxA
     assert log(bot, upid) == ["trying to acquire lock... OK", "TASK OK"]
     assert task.log.get(start=1, limit=1) == [{"n": 2, "t": "TASK OK"}]
     client.run("pct stop 202")
+
+
+def test_a_task_hangs_is_killed_or_warns(proxmox: SandboxState, bot: ProxmoxAPI, client: Client) -> None:
+    ct = bot.nodes("pve").lxc(202)
+    with wrong(proxmox, hangs="vzstart 202", warns="vzstop 202"):
+        upid = ct.status.start.post()
+        assert bot.nodes("pve").tasks(upid).status.get()["status"] == "running"
+        assert bot.nodes("pve").tasks(upid).log.get() == [{"n": 1, "t": "no content"}]
+        client.run(f"kill -9 $((16#{upid.split(':')[2]}))")
+        assert done(bot, upid)["exitstatus"] == "unexpected status"
+        client.run("pct start 202")
+        upid = ct.status.stop.post()
+        assert done(bot, upid)["exitstatus"] == "WARNINGS: 1"
+    assert [line.split(":")[0] for line in log(bot, upid)] == ["WARN", "TASK WARNINGS"]
+    page = f"/api2/json/nodes/pve/tasks/{urllib.parse.quote(upid)}/log?limit=1"
+    told = raw(proxmox, "GET", page).json
+    assert (told["total"], len(told["data"])) == (2, 1)
 
 
 def test_tasks_are_their_owners_and_auditors(proxmox: SandboxState, bot: ProxmoxAPI, client: Client) -> None:
