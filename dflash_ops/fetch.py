@@ -5,8 +5,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,8 @@ def _listed(container: Container, tree: dict[str, Any], place: Path) -> tuple[li
     for name in (*(file[0] for file in tree["files"] if tree["folder"]), *tree["folders"]):
         if not is_inside(name):
             raise VerificationError("a file would leave the folder", where=f"{container}: {printable(name)}")
+    if tree["folder"]:
+        _check_twins(container, [file[0] for file in tree["files"]], place)
     files = [
         _File(number, place / name if tree["folder"] else place, int(size), bool(mode & 0o100))
         for number, (name, size, mode) in enumerate(tree["files"])
@@ -81,8 +84,37 @@ def _listed(container: Container, tree: dict[str, Any], place: Path) -> tuple[li
     return files, [place if tree["folder"] else place.parent, *(place / name for name in tree["folders"])]
 
 
+def _check_twins(container: Container, names: Iterable[str], place: Path) -> None:
+    """PreflightError when two names are one here: file systems of Macs make no difference between upper and lower case,
+    nor between the ways to write an accent, and the second file would take the place of the first."""
+    import unicodedata
+
+    spelt: dict[str, str] = {}
+    for name in names:
+        other = spelt.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if other != name and _same_here(other, name, place):
+            raise PreflightError(
+                "two files would be one here",
+                where=f"{container}: {printable(other)} and {printable(name)}",
+                why="this disk makes no difference between their names",
+                next="get them one by one, under names of your own",
+            )
+
+
+def _same_here(first: str, second: str, place: Path) -> bool:
+    """Whether the disk takes two names for one, tried in the nearest folder that is there."""
+    one, other = next(pair for pair in zip(first.split("/"), second.split("/"), strict=False) if pair[0] != pair[1])
+    with tempfile.TemporaryDirectory(prefix=".dflash-ops-", dir=_nearest_folder(place)) as probe:
+        Path(probe, one).touch()
+        return Path(probe, other).exists()
+
+
+def _nearest_folder(place: Path) -> Path:
+    return next(folder for folder in (place, *place.absolute().parents) if folder.is_dir())
+
+
 def _check_room(place: Path, need: int) -> None:
-    folder = next(folder for folder in (place, *place.absolute().parents) if folder.is_dir())
+    folder = _nearest_folder(place)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise PreflightError(

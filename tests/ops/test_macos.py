@@ -11,6 +11,9 @@ import pytest
 import stand_in
 from conftest import Box, Cli, write_inventory
 
+from dflash_ops import fetch
+from dflash_ops.command import Container, Host
+from dflash_ops.errors import PreflightError
 from dflash_ops.sandbox.state import SandboxState
 
 HERE = Path(__file__).parent
@@ -134,3 +137,15 @@ def test_a_day_on_a_mac(mac: Mac, tmp_path: Path) -> None:
     ):
         done = mac(*words, cwd=here)
         assert done.returncode == 0, done.stderr
+
+
+def test_two_names_that_are_one_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "not" / "yet"
+    box = Container(Host("lab", "lab"), 200)
+    twins = ["a/Log", "b", "a/log", "a/caf\u00e9", "A/cafe\u0301"]
+    fetch._check_twins(box, twins, place)  # on this disk they are five
+    assert list(tmp_path.iterdir()) == []
+    for one, other, said in ((0, 2, "a/Log and a/log"), (3, 4, "and A/cafe")):
+        monkeypatch.setattr(Path, "exists", lambda self: True)
+        with pytest.raises(PreflightError, match=f"two files would be one here .*{said}"):
+            fetch._check_twins(box, [twins[one], "b", twins[other]], place)
