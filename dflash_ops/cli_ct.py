@@ -280,7 +280,7 @@ def _show_discovery(found: "Discovery") -> None:
             it.name,
             it.node,
             it.status,
-            ", ".join([*map(str, it.gpus), *(["MIG"] if it.mig else [])]),
+            ", ".join([*map(str, it.gpus), *(["MIG"] if it.mig else [])]) or None,
             ", ".join(it.known_as) or None,
             "; ".join(it.problems) or None,
         )

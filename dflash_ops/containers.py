@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_ops import proxmox, proxmox_faults, proxmox_values, train
+from dflash_ops import proxmox, proxmox_faults, proxmox_values
 from dflash_ops.command import Container
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError, TimedOutError
 from dflash_ops.proxmox import OnLog, Proxmox, post
@@ -261,6 +261,8 @@ def _look_for_runs(
 ) -> None:
     if on_runs is None or not found.running:
         return
+    from dflash_ops import train  # loads pydantic, which nothing else here needs
+
     live: list[str] = []
     try:
         if not found.here:

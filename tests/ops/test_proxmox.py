@@ -218,7 +218,7 @@ def gone(connection: Any, _: Any) -> None:
 def test_a_tasks_log_grows_while_it_is_waited_for(node: Identity) -> None:
     heard: list[str] = []
     with scripted(
-        node, data(UPID), RUNNING, NO_LOG, RUNNING, lines("one"), RUNNING, lines("two", first=2), ended("WARNINGS: 2"),
+        node, data(UPID), RUNNING, NO_LOG, RUNNING, lines("one"), RUNNING, lines("one", "two"), ended("WARNINGS: 2"),
         lines("three", "TASK WARNINGS: 2", first=3),
     ) as api:  # fmt: skip
         task = api.run(START, "starting it", on_log=heard.append)
