@@ -165,7 +165,7 @@ def hop(name: str, settings: Settings, here: Here, *, jumped: bool = False) -> H
         jumps=parse_jumps(_expand(jump, tokens, here, name, variables=False), f"ProxyJump of {name}") if jump else (),
         family=_FAMILIES.get(one("addressfamily", "any").lower(), socket.AF_UNSPEC),
         bind_address=named("bindaddress"),
-        connect_timeout=float(timeout) if timeout.isdigit() and int(timeout) > 0 else None,
+        connect_timeout=float(timeout) if re.fullmatch("[0-9]+", timeout) and int(timeout) else None,
         ask=not flag("batchmode"),
         compression=flag("compression"),
         check_address=flag("checkhostip") and not (jump or proxy_command or alias),
@@ -228,7 +228,7 @@ def _correct(name: str) -> str:
 
 
 def _number(text: str, what: str, name: str) -> int:
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]+", text):
         raise ConfigError(f"{what} is no number", where=name, why=text, next=_correct(name))
     return int(text)
 

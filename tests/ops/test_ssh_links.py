@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,11 +160,13 @@ def test_a_gate_that_forwards_nothing(servers: World) -> None:
 # -- afterwards
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real intervals, 5 and 15 s, silence is noticed within 20 s."""
-    monkeypatch.setattr(ssh, "KEEPALIVE_SECONDS", 0.1)
-    monkeypatch.setattr(ssh, "DEAD_AFTER_SECONDS", 0.8)
+@contextmanager
+def quick(dead_after_s: float) -> Iterator[None]:
+    """Links that are begun in here notice silence sooner than within 20 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssh, "KEEPALIVE_SECONDS", 0.1)
+        patch.setattr(ssh, "DEAD_AFTER_SECONDS", dead_after_s)
+        yield
 
 
 def test_silence_is_noticed_within_20_s_with_the_real_intervals() -> None:
@@ -192,7 +194,7 @@ def relay_pid(world: World) -> int:
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_link_that_dies_is_noticed(servers: World, quick: None, name: str) -> None:
+def test_a_link_that_dies_is_noticed(servers: World, name: str) -> None:
     """Whoever waits hears of it, a new connection is made when one is asked for, and no ProxyCommand stays."""
     config, breaks = BREAKS[name]
     started = threading.Event()
@@ -206,8 +208,9 @@ def test_a_link_that_dies_is_noticed(servers: World, quick: None, name: str) -> 
     try:
         with Shell(connect_timeout=10) as shell:
             host = servers.alias(config)
-            with pytest.raises(LinkLostError, match="the connection broke"):
+            with quick(0.8), pytest.raises(LinkLostError, match="the connection broke"):
                 shell.stream(host, Command(("sh", "-c", "echo here; exec sleep 600")), on_out=lambda _: started.set())
+            started.set()
             thread.join()
             for server in (servers.target, servers.gate):
                 server.cut()
@@ -228,11 +231,12 @@ def test_the_processes_of_a_link_end_with_it(servers: World) -> None:
     assert not lives(pid)
 
 
-def test_a_command_that_the_host_does_not_start(servers: World, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_the_host_does_not_start(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers every keepalive, but not the request."""
-    link = ssh.connect(servers.alias(""), timeout=10)
+    with quick(2.0):
+        link = ssh.connect(servers.alias(""), timeout=10)
     monkeypatch.setitem(paramiko.Transport._channel_handler_table, MSG_CHANNEL_SUCCESS, lambda *_: None)
-    with pytest.raises(TimedOutError, match=r"no answer within 0\.8 s .*starts no command"):
+    with pytest.raises(TimedOutError, match=r"no answer within 2 s .*starts no command"):
         link.start(b"sleep 600")
     monkeypatch.undo()
     assert link.is_open
