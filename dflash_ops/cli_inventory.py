@@ -162,8 +162,8 @@ def init(
         typer.Option(
             metavar="FILE",
             parser=a_path,
-            help="The file to write, or to add to. Default: dflash-ops.toml here, or inventory/default.toml where "
-            "there is a folder of that name.",
+            help="The file to write, or to add to. Default: what DFLASH_OPS_INVENTORY says, else dflash-ops.toml here, "
+            "or inventory/default.toml where there is a folder of that name.",
         ),
     ] = None,
     address: Annotated[
@@ -238,9 +238,11 @@ def init(
 
 
 def _place() -> Path:
-    """Where an inventory goes when nothing says where."""
-    from dflash_ops.inventory_file import working_folder
+    """Where an inventory goes when the command does not say where."""
+    from dflash_ops.inventory_file import VARIABLE, working_folder
 
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
     here = working_folder()
     own, inside = here / "dflash-ops.toml", here / "inventory" / "default.toml"
     return inside if inside.parent.is_dir() and not own.exists() else own
@@ -262,6 +264,10 @@ def _written(plan: "verbs.Plan", before: Path | None) -> None:
     for path in plan.files:
         render.say(f"wrote {path}")
     render.say(f"wrote {plan.file}: container {plan.container} on host {plan.host}")
+    if "api" in plan.hosts.get(plan.host, {}):
+        render.say(
+            "the token's secret: put it into DFLASH_OPS_PVE_TOKEN, or into a file of mode 0600 named as `token_file`"
+        )
     now = _in_use()
     options = "" if now == plan.file else f" --inventory {plan.file}"
     if before is not None and now == plan.file:

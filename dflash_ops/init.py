@@ -320,7 +320,12 @@ class _Init:
             return keys, {}
         asked = self._shell.run(host, Command(("cat", _CA), root=True), timeout=_SECONDS)
         if asked.code != 0 or b"-----BEGIN CERTIFICATE-----" not in asked.out:
-            raise PreflightError("the node's CA can't be read", where=f"{host.address}:{_CA}", why=asked.last_words)
+            raise PreflightError(
+                "the node's CA can't be read",
+                where=f"{host.address}:{_CA}",
+                why=asked.last_words,
+                next=f"leave --api out; copy the file here, and name it as `ca` in [hosts.{host_name}.api]",
+            )
         name = f"{host_name}-ca.pem"
         path = self._book.file.parent / name
         if path.exists() and path.read_bytes() != asked.out:

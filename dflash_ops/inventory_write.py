@@ -174,6 +174,8 @@ def _alone(folder: Path) -> Generator[None, None, None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BusyError("somebody else is writing the inventory", where=str(folder), next="run it again") from error
+        except OSError:
+            pass  # some network file systems can't lock a folder: better unguarded than not at all
         yield
     finally:
         os.close(descriptor)

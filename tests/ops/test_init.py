@@ -14,7 +14,7 @@ import pytest
 from conftest import Cli
 
 from dflash_ops import init
-from dflash_ops.cli_inventory import _Asker
+from dflash_ops.cli_inventory import _Asker, _place
 from dflash_ops.command import Command
 from dflash_ops.errors import ConfigError, HostKeyError, OpsError, PreflightError, UsageFault
 from dflash_ops.init import Said
@@ -242,11 +242,12 @@ def flags(state: SandboxState, *more: str) -> list[str]:
 def test_the_command_writes_by_flags_and_names_what_is_missing(cli: Cli, sandbox: SandboxState, tmp_path: Path) -> None:
     here = tmp_path / "project"
     here.mkdir()
-    done = cli(*flags(sandbox, "--vmid", "200", "--yes", "--python", sandbox.python, "--json"), cwd=here)
+    out = here / "dflash-ops.toml"
+    done = cli(*flags(sandbox, "--vmid", "200", "--yes", "--python", sandbox.python, "--json", "--out", str(here)))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["container"] == "trainer" and document["file"] == str(here / "dflash-ops.toml")
-    assert load(here / "dflash-ops.toml").container().gpus == (0, 1)
+    assert document["container"] == "trainer" and document["file"] == str(out)
+    assert load(out).container().gpus == (0, 1)
     for words, says in (
         (["init"], "--address is not said: there is no terminal to ask at"),
         (flags(sandbox), "--host is not said: there is no terminal to ask at. Next: say --host, or --yes for box"),
@@ -254,6 +255,17 @@ def test_the_command_writes_by_flags_and_names_what_is_missing(cli: Cli, sandbox
         done = cli(*words, "--out", str(tmp_path / "other.toml"), cwd=here)
         assert done.returncode == 2 and says in done.stderr.decode()
     assert not (tmp_path / "other.toml").exists()
+
+
+def test_where_an_inventory_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _place() == tmp_path / "dflash-ops.toml"
+    (tmp_path / "inventory").mkdir()
+    assert _place() == tmp_path / "inventory" / "default.toml"
+    (tmp_path / "dflash-ops.toml").touch()
+    assert _place() == tmp_path / "dflash-ops.toml"
+    monkeypatch.setenv("DFLASH_OPS_INVENTORY", "/elsewhere/x.toml")
+    assert _place() == Path("/elsewhere/x.toml")
 
 
 def test_yes_takes_what_has_a_default() -> None:
