@@ -191,7 +191,7 @@ def init(
         str | None, typer.Option(metavar="N,N|none", help="The host's numbers of its GPUs, in the container's order.")
     ] = None,
     container_user: Annotated[
-        str | None, typer.Option("--container-user", metavar="USER", help="Who runs the trainer in there.")
+        str | None, typer.Option("--container-user", metavar="USER", help="Whose releases are in there; default root.")
     ] = None,
     api: Annotated[
         str | None,

@@ -116,8 +116,8 @@ class Pins:
 class Container:
     """A container on a host. `path` holds releases, runs, shared and env; `gpus` are the host's indices of its GPUs, in
     the order in which the container sees them (empty: none are declared, nothing is locked). env_check: whether a start
-    compares the environment with what the release wants. user: who runs the trainer in there (None: root). name: the
-    inventory's."""
+    compares the environment with what the release wants. user: whose the releases in there are, and as whom `exec` and
+    `shell` work (None: root); runs are root's. name: the inventory's."""
 
     host: Host
     vmid: int

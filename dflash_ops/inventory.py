@@ -23,7 +23,7 @@
     python = "/opt/venv/bin/python"    # what `env sync` makes the trainer's environment of, and what runs the trainer
                                        # where none was made; "sandbox": the sandbox's own
     gpus = [0, 1]                      # the host's indices of its GPUs, as the container sees them in turn
-    user = "train"                     # who runs the trainer in there; root when it is not said
+    user = "train"                     # whose releases are, and as whom `exec` and `shell` work; default: root
     via = "lxc-attach"                 # or "pct"
     env_check = true                   # whether `train start` compares its packages with the release's lock
 

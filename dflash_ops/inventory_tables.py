@@ -162,7 +162,11 @@ class ContainerTable:
         _Key("What `env sync` makes the trainer's environment of; it runs the trainer where none was made.", _text()),
     ] = "python3"
     user: Annotated[
-        Text, _Key("Who runs the trainer in the container. Default: root.", _text(r"^[A-Za-z_][A-Za-z0-9_.-]*\$?$"))
+        Text,
+        _Key(
+            "Whose its releases are, and as whom `exec` and `shell` work. Default: root.",
+            _text(r"^[A-Za-z_][A-Za-z0-9_.-]*\$?$"),
+        ),
     ] = None
     gpus: Annotated[
         list[int],
