@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from dflash_ops import sudo
+from dflash_ops import framing, sudo
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, Sudo, line, pct
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError
-from dflash_ops.framing import START_SECONDS, Framed
+from dflash_ops.framing import Framed
 from dflash_ops.gate import Gate, never_entered, no_config, no_container, node_command, not_entered
 from dflash_ops.local_process import LocalProcess, on_terminal
 from dflash_ops.upload import cat_command, not_sent, over_sftp, room_command, through_cat
@@ -362,7 +362,7 @@ class Shell:
         try:
             feed_process(process, head + command.stdin, stdin)
             starting = process if isinstance(process, Framed) else None
-            deadline = time.monotonic() + START_SECONDS if starting else _after(limit)
+            deadline = time.monotonic() + framing.START_SECONDS if starting else _after(limit)
             ended = False
             while not ended:
                 left = TICK_SECONDS if deadline is None else deadline - time.monotonic()
