@@ -3,7 +3,7 @@
     python -m trainer train CONFIG.toml RUN_DIR [--init-from DRAFTER] [--resume RUN_DIR] [--set key=value ...]
     python -m trainer train CONFIG.toml --dry-run [--set key=value ...]
     python -m trainer check CONFIG.toml [--set key=value ...] [--json]
-    python -m trainer config | prepare | warm | regenerate | eval | chat | export | selftest | import-gguf ...
+    python -m trainer config | prepare | bench | warm | regenerate | eval | chat | export | selftest | import-gguf ...
                                                                             (--help of each says more)
 
 Exit codes: 0 done, `train` also when SIGTERM or SIGINT stopped it so that it can be started again, on a checkpoint
@@ -38,6 +38,7 @@ OTHERS = {
     "eval": ("trainer.evaluate", "decode with a drafter: acceptance length, speed, and that no token changes"),
     "export": ("trainer.export", "a drafter as transformers, SGLang and vLLM load it, read back before it is done"),
     "chat": ("trainer.talk", "talk with a target through its drafter: its tokens are shown in green"),
+    "bench": ("trainer.bench", "how fast a training is here, what share of the limit that is, what holds it back"),
     "warm": ("trainer.prewarm", "compile what a training will run, so that its start need not"),
     "selftest": ("trainer.selftest", "does this torch work beside threads: its faults, with and without the repair"),
     "import-gguf": ("trainer.models", "make the small real target"),

@@ -19,11 +19,11 @@ from trainer import switches
 from trainer.compile_cache import use_compile_cache
 from trainer.compiled import compiled
 from trainer.config import TrainConfig, default_gamma
-from trainer.data import make_row
+from trainer.data import Row, make_row
 from trainer.documents import Document
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.features import FeatureBatch
+from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.loss import Weighting
@@ -245,9 +245,24 @@ class _MadeUp:
         return self.features(ids_BS), self._drawn(ids_BS, self._draft.hidden_size)
 
 
-def made_up_batch(draft: DraftConfig, shape: BatchShape, device: torch.device) -> FeatureBatch:
-    """A batch laid out as those of a training, with one document a row."""
-    document = Document(np.zeros(shape.row_tokens, dtype=np.int64), np.ones(shape.row_tokens, dtype=np.bool_))
-    rows = row_batch([make_row(0, [document], shape.row_tokens)] * shape.rows, shape.anchors, seed=0)
+def made_up_rows(shape: BatchShape, lengths: Sequence[int] | None = None, vocabulary: int = 1) -> RowBatch:
+    """Rows of random tokens, all to be learned from. lengths: of each row's documents; None: one fills it."""
+    random = np.random.default_rng(0)
+
+    def row(number: int) -> Row:
+        documents = [
+            Document(random.integers(0, vocabulary, length), np.ones(length, dtype=np.bool_))
+            for length in lengths or [shape.row_tokens]
+        ]
+        return make_row(number, documents, shape.row_tokens)
+
+    return row_batch([row(number) for number in range(shape.rows)], shape.anchors, seed=0)
+
+
+def made_up_batch(
+    draft: DraftConfig, shape: BatchShape, device: torch.device, rows: RowBatch | None = None
+) -> FeatureBatch:
+    """A batch laid out as those of a training; rows: None: of one document each."""
     target: Any = _MadeUp(draft, shape, device)
+    rows = rows or made_up_rows(shape)
     return features_of(target, rows, draft, device, anchors=shape.anchors, teacher=shape.teacher)
