@@ -8,47 +8,72 @@ import gc
 import getpass
 import os
 import sys
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dflash_ops import cli_ct, cli_data, cli_deploy, cli_env, cli_exec, cli_gpu, cli_inventory, cli_train, render
+from dflash_ops import render
 from dflash_ops.errors import OpsError
-from dflash_ops.sandbox import cli as sandbox_cli
 
-app = typer.Typer(
-    name="dflash-ops",
-    help="Deploy, run and watch a DFlash drafter trainer in an LXC container on a Proxmox GPU box.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    add_completion=False,
-)
-app.command()(cli_inventory.init)
-app.add_typer(cli_inventory.app, name="inventory")
-app.command()(cli_deploy.deploy)
-app.command()(cli_deploy.releases)
-app.command()(cli_deploy.rollback)
-app.command()(cli_deploy.prune)
-app.add_typer(cli_train.app, name="train")
-app.add_typer(cli_env.app, name="env")
-app.command("put")(cli_data.put)
-app.command("get")(cli_data.get)
-app.command("gpu-status")(cli_gpu.gpu_status)
-app.add_typer(cli_gpu.app, name="gpu")
-app.command()(cli_gpu.doctor)
-app.command("exec", context_settings={"allow_interspersed_args": False})(cli_exec.run)
-app.command()(cli_exec.shell)
-app.add_typer(cli_ct.app, name="ct")
-app.add_typer(sandbox_cli.app, name="sandbox")
+# Each first word of the command line, in --help's order, with its module and its function, or a group's app there.
+_COMMANDS = {
+    "init": ("cli_inventory", "init"),
+    "inventory": ("cli_inventory", "app"),
+    "deploy": ("cli_deploy", "deploy"),
+    "releases": ("cli_deploy", "releases"),
+    "rollback": ("cli_deploy", "rollback"),
+    "prune": ("cli_deploy", "prune"),
+    "train": ("cli_train", "app"),
+    "env": ("cli_env", "app"),
+    "put": ("cli_data", "put"),
+    "get": ("cli_data", "get"),
+    "gpu-status": ("cli_gpu", "gpu_status"),
+    "gpu": ("cli_gpu", "app"),
+    "doctor": ("cli_gpu", "doctor"),
+    "exec": ("cli_exec", "run"),
+    "shell": ("cli_exec", "shell"),
+    "ct": ("cli_ct", "app"),
+    "sandbox": ("sandbox.cli", "app"),
+}
 
 
-@app.callback()
 def options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and each step on stderr.")] = False,
 ) -> None:
     context.obj = debug
+
+
+def build(first: str | None = None) -> typer.Typer:
+    """The command line. first: its first word, when nothing else is needed of it; any other than those of a command
+    stands for all, so that help and a mistyped word see them."""
+    app = typer.Typer(
+        name="dflash-ops",
+        help="Deploy, run and watch a DFlash drafter trainer in an LXC container on a Proxmox GPU box.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        add_completion=False,
+    )
+    app.callback()(options)
+    for name in [first] if first in _COMMANDS else _COMMANDS:
+        module, attribute = _COMMANDS[name]
+        found = getattr(import_module(f"dflash_ops.{module}"), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            # `exec` leaves the options behind its command alone.
+            settings = {"allow_interspersed_args": False} if name == "exec" else None
+            app.command(name, context_settings=settings)(found)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app`: the whole command line, made when somebody asks for it."""
+    if name == "app":
+        return build()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> NoReturn:
@@ -59,8 +84,9 @@ def main() -> NoReturn:
     _open_closed_streams()
     _name_the_user()
     debug = "--debug" in sys.argv[1:2]
+    first = sys.argv[1 + debug : 2 + debug]
     try:
-        app()
+        build(first[0] if first else None)()
         code = 0
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)

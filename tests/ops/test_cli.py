@@ -122,7 +122,7 @@ def test_steps_are_shown_with_debug_only(cli: Cli, tmp_path: Path) -> None:
     assert cli("deploy", cwd=here).stderr == b""
     (here / "new").write_text("new\n")
     steps = [line.split()[0] for line in cli("--debug", "deploy", cwd=here).stderr.decode().split("\n") if line]
-    assert steps == ["reading", "asking", "staging", "sending", "pct", "unpacking"]
+    assert steps == ["reading", "staging", "asking", "sending", "pct", "unpacking"]
 
 
 # -- exec
