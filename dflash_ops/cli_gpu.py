@@ -130,7 +130,7 @@ def gpu_free(
         found = verbs.look(at.shell, at.place)
         return found, verbs.choose(found, pids or [], unknown)
 
-    looks = {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+    looks = there.look(look)
     if not dry_run and not yes:
         _ask([it.value for it in looks.values() if it.value is not None])
 

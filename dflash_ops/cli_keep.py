@@ -81,7 +81,7 @@ def rm(
         return keeping.remove(at.shell, at.place, runs, dry_run=True)
 
     # A name may mean another run once the question is answered.
-    looks = {} if yes else {it.name: it for it in there.gather(look, there.containers, quiet=True)}
+    looks = {} if yes else there.look(look)
     if looks:
         _ask({it.name if there.many else "": it.value for it in looks.values() if it.value is not None})
 

@@ -42,6 +42,9 @@ On = Annotated[
 ]
 
 
+INTERRUPTED = 130  # the exit code after Ctrl-C
+
+
 def _well(value: object) -> int:
     del value
     return 0
@@ -94,6 +97,13 @@ class There:
         outcomes = self.gather(verb, self.containers, lasting=lasting, left=left)
         leave(self.tell(outcomes, show, document=document, code=code))
 
+    def look(self, verb: "Callable[[At[Container]], T]") -> "dict[str, Outcome[Container, T]]":
+        """What comes before a question: the outcomes by name, still to be told of. Ctrl-C ends the command."""
+        outcomes = self.gather(verb, self.containers, quiet=True)
+        if any(it.error is not None and it.error.exit_code == INTERRUPTED for it in outcomes):
+            raise typer.Exit(INTERRUPTED)
+        return {it.name: it for it in outcomes}
+
     def gather(
         self,
         verb: "Callable[[At[P]], T]",
@@ -126,7 +136,7 @@ class There:
             if not left:
                 raise
             render.note(left)
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         finally:
             countdown.close()
         return [Outcome(name, place, value, None, 0.0)]

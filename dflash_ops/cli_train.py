@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import cli_keep, cli_runs, cli_watch
-from dflash_ops.cli_many import There, in_containers, leave
+from dflash_ops.cli_many import INTERRUPTED, There, in_containers, leave
 from dflash_ops.cli_runs import not_empty
 from dflash_ops.errors import ConfigError, UsageFault
 
@@ -265,7 +265,7 @@ def _begun(
     code = there.tell(started, render_runs.show_started)
     ids = {it.name: it.value.run.id for it in started if it.value is not None}
     alive = {name: place for name, place in there.containers.items() if name in ids}
-    if (follow or wait) and alive:
+    if (follow or wait) and alive and code != INTERRUPTED:
         if follow:
             ended = cli_runs.read_logs(
                 there,

@@ -272,11 +272,13 @@ class _Row(Progress):
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: int, done: int = 0) -> Generator[Advance, None, None]:
-        had = done
+        had, told = done, -1
 
         def advance(count: int) -> None:
-            nonlocal had
+            nonlocal had, told
             had += count
-            self._say(f"{what} {had * 100 // max(total, 1)}%")
+            if (percent := had * 100 // max(total, 1)) != told:
+                told = percent
+                self._say(f"{what} {percent}%")
 
         yield advance

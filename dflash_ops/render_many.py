@@ -99,7 +99,8 @@ class Rows(Board):
 
     def begin(self, name: str) -> None:
         with self._lock:
-            self._rows[name].begun_at = time.monotonic()
+            row = self._rows[name]
+            row.begun_at, row.step = time.monotonic(), row.step or "working"
 
     def step(self, name: str, text: str) -> None:
         with self._lock:

@@ -2,14 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import stand_in
-from conftest import Box, Cli, write_inventory
+from conftest import Box, write_inventory
 
 from dflash_ops import fetch
 from dflash_ops.command import Container, Host
@@ -65,7 +65,7 @@ assert not os.path.exists("/proc")
 
 
 def test_the_sandbox_says_that_it_needs_linux(tmp_path: Path) -> None:
-    for verb in ("up", "down", "status", "demo"):
+    for verb in ("up", "status"):
         done = on_a_mac("from dflash_ops.cli import main; main()", "sandbox", verb)
         assert (done.returncode, done.stdout) == (6, ""), done
         assert done.stderr.startswith("dflash-ops: the sandbox needs Linux") and done.stderr.count("\n") == 1
@@ -77,66 +77,60 @@ def test_windows_is_one_sentence() -> None:
     assert done.stderr == "dflash-ops needs Linux or macOS; on Windows it works in WSL\n"
 
 
-@dataclass(frozen=True)
-class Mac(Cli):
-    """The command line on a Mac."""
-
-    def words(self, *words: str | bytes) -> list[str | bytes]:
-        program = "import as_mac; as_mac.become(); from dflash_ops.cli import main; main()"
-        return [sys.executable, "-W", "error", "-c", program, *words]
-
-    def environment(self) -> dict[str, str]:
-        return {**super().environment(), "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])}
-
-
 @pytest.fixture
-def mac(sandbox: SandboxState, tmp_path: Path) -> Mac:
-    """Its inventory names a host as one does for a real box; and its temporary folder is a link, as on a Mac."""
+def inventory(sandbox: SandboxState, tmp_path: Path) -> Path:
+    """It names a host as one does for a real box: what the sandbox's own entry says is read from Linux's /proc."""
     box = Box(write_inventory(tmp_path, sandbox.name), sandbox)
     host, text = box.host, box.inventory.read_text()
-    keys = {
-        "address": host.address,
-        "port": host.port,
-        "user": host.user,
-        "key": host.key,
-        "known_hosts": host.known_hosts,
-    }
-    table = "\n".join(f"{name} = {json.dumps(value if name == 'port' else str(value))}" for name, value in keys.items())
+    keys = {"address": host.address, "user": host.user, "key": str(host.key), "known_hosts": str(host.known_hosts)}
+    table = "\n".join([*(f"{name} = {json.dumps(value)}" for name, value in keys.items()), f"port = {host.port}"])
     text = text.replace(f'sandbox = "{sandbox.name}"', table).replace('"sandbox"', json.dumps(box.container.python))
     box.inventory.write_text(text)
+    return box.inventory
+
+
+DAY = """
+import json
+from dflash_ops.cli import app
+for words in json.loads(sys.argv[1]):
+    try:
+        code = app(words, standalone_mode=False) or 0
+    except SystemExit as done:
+        code = done.code
+    print(f"[{' '.join(words[:2])}: {code}]", flush=True)
+"""
+
+
+def test_a_day_on_a_mac(inventory: Path, tmp_path: Path) -> None:
+    """Paths lead through a link, as all of a Mac's temporary files, and names are decomposed."""
     (tmp_path / "private").mkdir()
-    (tmp_path / "tmp").symlink_to("private")
-    return Mac(box.inventory)
-
-
-def test_a_day_on_a_mac(mac: Mac, tmp_path: Path) -> None:
-    """Paths lead through a link, and names are decomposed, as a Mac writes them."""
     here = tmp_path / "tmp"
+    here.symlink_to("private")
     source = stand_in.make_release(here / "release")
     (source / "cafe\u0301.py").write_text("x = 1\n")
     for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
         subprocess.run(["git", "-C", source, *words], check=True)
-    done = mac("deploy", str(source), "--json", cwd=here)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["commit"] and json.loads(done.stdout)["files"] == 3
-    assert "cafe\u0301.py\n" in mac("exec", "--", "ls").stdout.decode()
-    data = here / "data"
-    data.mkdir()
-    (data / "u\u0308ber.jsonl").write_text("{}\n" * 1000)
-    assert mac("put", str(data), "shared/").returncode == 0
-    assert mac("get", "shared/data", str(here / "back")).returncode == 0
-    assert (here / "back" / "u\u0308ber.jsonl").read_text() == "{}\n" * 1000
+    (here / "data").mkdir()
+    (here / "data" / "u\u0308ber.jsonl").write_text("{}\n" * 1000)
     (here / "c.toml").write_text("steps = 3\n")
-    done = mac("train", "start", "c.toml", "--name", "a", "--gpus", "none", "--follow", cwd=here)
-    assert done.returncode == 0 and b"step 3" in done.stdout, done.stderr
-    for words in (
+    day = [
+        ["deploy", str(source), "--json"],
+        ["exec", "--", "ls"],
+        ["put", str(here / "data"), "shared/"],
+        ["get", "shared/data", str(here / "back")],
+        ["train", "start", "c.toml", "--name", "a", "--gpus", "none", "--follow"],
+        ["train", "fetch", "a"],
         ["gpu-status"],
-        ["train", "list"],
-        ["train", "fetch", "a", "-o", str(here)],
         ["releases", "--on", "all"],
-    ):
-        done = mac(*words, cwd=here)
-        assert done.returncode == 0, done.stderr
+    ]
+    done = on_a_mac(DAY, json.dumps(day), cwd=here, env={"DFLASH_OPS_INVENTORY": str(inventory), "TMPDIR": str(here)})
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\[(.*): (\d+)\]$", done.stdout, re.MULTILINE) == [(" ".join(it[:2]), "0") for it in day]
+    deployed = json.loads(done.stdout.split("\n")[0])
+    assert deployed["commit"] and deployed["files"] == 3
+    assert "\ncafe\u0301.py\n" in done.stdout and "step 3" in done.stdout
+    assert (here / "back" / "u\u0308ber.jsonl").read_text() == "{}\n" * 1000
+    assert len(list(here.glob("a-*/log"))) == 1
 
 
 def test_two_names_that_are_one_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

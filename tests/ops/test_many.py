@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import stand_in
 from conftest import Box, Cli, write_inventory
 from test_progress import on_a_terminal
+from typer.testing import CliRunner
 
 from dflash_ops import cli_deploy, gpus, many, render_many, status
 from dflash_ops import source as sources
+from dflash_ops.cli import app
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
 from dflash_ops.many import At, each, worst
@@ -138,6 +141,31 @@ def test_a_verb_that_connects_anew_leaves_the_others_connected(shell: Shell) -> 
 
     assert [it.value for it in each(shell, on_hosts(2), verb)] == [True, True]
     assert first.link.is_open and second.link.is_open  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_reader_of_our_output_that_has_gone_ends_all(shell: Shell) -> None:
+    never = threading.Event()
+
+    def verb(at: At[Container]) -> None:
+        if at.name == "c1":
+            raise BrokenPipeError
+        never.wait(20)
+
+    with pytest.raises(BrokenPipeError):
+        each(shell, on_hosts(2), verb)
+    never.set()
+
+
+def test_bytes_are_told_by_percent() -> None:
+    said: list[str] = []
+    with many._Row(said.append).bytes("sending", 1000, 500) as advance:
+        for _ in range(10):
+            advance(50)
+    assert said == [f"sending {percent}%" for percent in range(55, 105, 5)]
+    with many._Row(said.append).bytes("sending", 100_000) as advance:
+        for _ in range(100_000):
+            advance(1)
+    assert len(said) == 10 + 101
 
 
 @pytest.mark.parametrize(
@@ -300,6 +328,25 @@ both = ["trainer", "other"]
 @pytest.fixture
 def box(sandbox: SandboxState, tmp_path: Path) -> Box:
     return Box(write_inventory(tmp_path, sandbox.name, more=MORE.format(name=tmp_path.name)), sandbox)
+
+
+@dataclass(frozen=True)
+class Here(Cli):
+    """The command line in this process, which saves each command half a second."""
+
+    def __call__(self, *words: Any, **_: Any) -> subprocess.CompletedProcess[bytes]:
+        done = CliRunner().invoke(app, [*words], env={"DFLASH_OPS_INVENTORY": str(self.inventory)})
+        code, said = done.exit_code, done.stderr_bytes or b""
+        if isinstance(done.exception, OpsError):
+            code, said = done.exception.exit_code, said + done.exception.line().encode()
+        elif done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return subprocess.CompletedProcess(words, code, done.stdout_bytes, said)
+
+
+@pytest.fixture
+def cli(box: Box) -> Here:
+    return Here(box.inventory)
 
 
 def results(done: subprocess.CompletedProcess[bytes]) -> dict[str, dict[str, Any]]:
