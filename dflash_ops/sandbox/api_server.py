@@ -14,8 +14,9 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any, NoReturn
 
 from dflash_ops.sandbox import api, certificates, faults, layout, rights
@@ -34,9 +35,8 @@ def prepare() -> dict[str, Any]:
     """Make the certificates and the users; what a client needs of them: {"ca": PEM, "tokens": {name: secret}}."""
     authority = certificates.make_authority("sandbox")
     layout.CA.write_bytes(authority.pem)
-    certificate, key = certificates.make_node(authority, layout.NODE)
-    _write(layout.CONFIGS.parent / "pve-ssl.pem", certificate, 0o640)
-    _write(layout.CONFIGS.parent / "pve-ssl.key", key, 0o600)
+    for node in layout.NODES:
+        _keep(layout.configs(node).parent, *certificates.make_node(authority, node))
     return {"ca": authority.pem.decode(), "tokens": _make_users()}
 
 
@@ -62,9 +62,10 @@ def _uuid() -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _write(file: Path, data: bytes, mode: int) -> None:
-    file.touch(mode)
-    file.write_bytes(data)
+def _keep(folder: Path, certificate: bytes, key: bytes) -> None:
+    for name, data, mode in (("pve-ssl.pem", certificate, 0o640), ("pve-ssl.key", key, 0o600)):
+        (folder / name).touch(mode)
+        (folder / name).write_bytes(data)
 
 
 def serve(ready: int) -> NoReturn:
@@ -77,7 +78,7 @@ def serve(ready: int) -> NoReturn:
     os._exit(0)
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadingTCPServer):
     """TLS and plain HTTP on one port: the first byte says which."""
 
     daemon_threads = True
@@ -108,9 +109,7 @@ class Server(ThreadingHTTPServer):
             folder = layout.SUPPORT / kind
             if not folder.exists():
                 folder.mkdir(mode=0o700)
-                foreign = certificates.make_node(certificates.make_authority("somebody else"), layout.NODE)
-                _write(folder / "pve-ssl.pem", foreign[0], 0o640)
-                _write(folder / "pve-ssl.key", foreign[1], 0o600)
+                _keep(folder, *certificates.make_node(certificates.make_authority("somebody else"), layout.NODE))
         if kind not in self._contexts:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(folder / "pve-ssl.pem", folder / "pve-ssl.key")

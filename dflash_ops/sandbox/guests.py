@@ -106,7 +106,7 @@ def node(name: str, audited: bool) -> dict[str, Any]:
         "type": "node",
         "id": f"node/{name}",
         "status": "offline" if down else "online",
-        "ssl_fingerprint": fingerprint(),
+        "ssl_fingerprint": fingerprint(name),
     }
     if audited and not down:
         memory = _memory()
@@ -131,10 +131,10 @@ def node_status() -> dict[str, Any]:
     }
 
 
-def fingerprint() -> str:
+def fingerprint(node: str) -> str:
     """SHA-256 of the certificate that a node says is its own."""
     try:
-        text = (layout.CONFIGS.parent / "pve-ssl.pem").read_text()
+        text = (layout.configs(node).parent / "pve-ssl.pem").read_text()
     except FileNotFoundError:
         return ""
     body = "".join(line for line in text.split("\n") if not line.startswith("-----"))

@@ -45,6 +45,7 @@ def test_nodes_name_their_certificates_fingerprint(proxmox: SandboxState, bot: P
     served = ssl.get_server_certificate(("127.0.0.1", proxmox.api_port))
     digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(served)).hexdigest().upper()
     assert rows["pve"]["ssl_fingerprint"] == ":".join(re.findall("..", digest))
+    assert rows["pve2"]["ssl_fingerprint"] != rows["pve"]["ssl_fingerprint"]
     # How loaded they are is for auditors.
     assert "mem" in rows["pve"] and "mem" not in connect(proxmox, "viewer@pve!audit").nodes.get()[0]
 
