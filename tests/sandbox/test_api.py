@@ -11,10 +11,13 @@ from collections.abc import Callable
 import pytest
 import requests
 from api_client import BOT, connect, done, log, raw, refusal, secret, wrong
+from hypothesis import given
+from hypothesis import strategies as st
 from proxmoxer import ProxmoxAPI
 from sandbox_client import Client, retry_until
 
 from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.sandbox.tasks import Task
 
 NO_CONFIG = "Configuration file 'nodes/pve/lxc/999.conf' does not exist"
 UNKNOWN = "property is not defined in schema and the schema does not allow additional properties"
@@ -328,6 +331,13 @@ def test_one_that_is_no_api(proxmox: SandboxState) -> None:
 # Tasks
 
 
+@given(st.sampled_from(["pve", "pve2", "a-b"]), *[st.integers(0, 2**32 - 1)] * 3, st.sampled_from([BOT, "root@pam"]))
+def test_an_upid_is_read_as_it_was_written(node: str, pid: int, pstart: int, began: int, user: str) -> None:
+    task = Task(node, pid, pstart, began, "vzstart", "200", user)
+    assert Task.parse(task.upid) == task and task.upid.split(":")[6:] == ["200", user, ""]
+    assert Task.parse(task.upid[:-1]) is None and Task.parse(f" {task.upid}") is None
+
+
 def test_a_container_is_started_and_stopped_by_tasks(bot: ProxmoxAPI, client: Client) -> None:
     ct = bot.nodes("pve").lxc(202)
     started = ct.status.start.post()
@@ -487,8 +497,8 @@ def test_a_container_moves_to_another_node(proxmox: SandboxState, root: ProxmoxA
             there = other.run(pct)
             assert there.text.startswith("status: running\n") and there.text.endswith("train202\n")
             assert other.run("hostname").out == b"pve2\n"
-            back = other.run("pvesh create /nodes/pve2/lxc/202/migrate --target pve --restart 1 --output-format json")
-            assert back.code == 0, back
+            back = other.run("pct migrate 202 pve --restart")
+            assert back.code == 0 and back.text.endswith("migration finished successfully\n"), back
     finally:
         client.run("pct stop 202")
     assert client.run("pct status 202").out == b"status: stopped\n"

@@ -93,7 +93,9 @@ def test_a_snapshots_task_speaks_before_its_id(client: Client) -> None:
     assert "vm-202-disk-0" in first and ":vzsnapshot:202:root@pam:" in upid
     rows = json.loads(client.run(f"pvesh get {path} {AS_JSON}").out)
     assert [(row["name"], row["description"]) for row in rows] == [("one", "a b\n"), ("current", "You are here!")]
-    assert client.run(f"pvesh create {path}/one/rollback --start 0; pvesh delete {path}/one").code == 0
+    assert client.run(f"pvesh create {path}/one/rollback --start 0 && pct rollback 202 one").code == 0
+    assert client.run("pct rollback 202 two").err == b"snapshot 'two' does not exist\n"
+    assert client.run(f"pvesh delete {path}/one").code == 0
     assert client.run("pct listsnapshot 202").text.split() == ["`->", "current", "You", "are", "here!"]
 
 
