@@ -43,8 +43,9 @@ def connect(host: Host, *, timeout: float) -> "Link":
     if host.key is not None and not host.key.is_file():
         raise ConfigError("there is no such key file", where=str(host), why=str(host.key), next="correct `key`")
     hops = _hops(host, timeout, meanwhile=load)
-    from dflash_ops.ssh_hop import Clock, Opening, open_hop
+    from dflash_ops.ssh_hop import open_hop
     from dflash_ops.ssh_link import Link
+    from dflash_ops.ssh_opening import Clock, Opening
 
     def opened() -> "list[Opened]":
         done: list[Opened] = []

@@ -1,0 +1,45 @@
+"""A connection on its way to being open: where it goes, how long it may still take, and how its errors are told."""
+
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_ops.errors import UnreachableError
+from dflash_ops.ssh_config import Hop, Jump
+from dflash_ops.ssh_local import words
+
+
+class Clock:
+    """How long connecting to one host may still take. What a person needs for a passphrase is given back."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, never less than a hundredth: what gets that ends with its own error."""
+        return max(self._until - time.monotonic(), 0.01)
+
+    def give_back(self, seconds: float) -> None:
+        self._until += seconds
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A hop on its way to being open. where: for errors; file: the configuration that plain ssh would need."""
+
+    hop: Hop
+    where: str
+    clock: Clock
+    file: Path | None
+
+    def plain(self, *more: str) -> str:
+        """The command that reaches it without us."""
+        return shlex.join(("ssh", *words(Jump(self.hop.name), self.file), *more)).replace(" -- ", " ", 1)
+
+    def unreachable(self, why: str) -> UnreachableError:
+        return UnreachableError("the host can't be reached", where=self.where, why=why, next=self.plain("true"))
+
+    def late(self, stage: str) -> UnreachableError:
+        return self.unreachable(f"{stage} within {self.clock.seconds:g} s")
