@@ -210,6 +210,11 @@ python = "nope"
 gpus = [1, 0]
 path = "/etc/hostname/x"
 user = "nobody-there"
+[containers.full]
+host = "box"
+vmid = 201
+python = "sandbox"
+path = "/proc/none/x"
 [containers.stopped]
 host = "box"
 vmid = 202
@@ -230,8 +235,10 @@ vmid = 999
     }  # fmt: skip
     evidence = {(it["where"], it["name"]): it["evidence"] for it in found["checks"]}
     assert "is stopped" in evidence["stopped", "container"] and "no container 999" in evidence["missing", "container"]
-    left = Shell().run(load(box.inventory).container("good"), Command(("ls", "/opt")), check=True).out
-    assert b"none" not in left  # the trial folder is gone, and nothing was made
+    assert levels["full", "path"] == "failure" and "/proc/" in evidence["full", "path"]
+    with Shell() as shell:
+        left = shell.run(load(box.inventory).container("good"), Command(("ls", "-A", "/opt")), check=True).out
+    assert b"none" not in left and b"check" not in left  # the trial folder is gone, and nothing was made
 
 
 @pytest.fixture

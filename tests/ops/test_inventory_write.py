@@ -47,7 +47,10 @@ def test_a_new_file_is_an_inventory(tmp_path: Path) -> None:
 def test_what_was_there_stays_line_for_line(ending: str) -> None:
     text = COMMENTED.replace("\n", ending)
     got = added(text, FILE, {"hosts": {"far": {"address": "far"}}, "containers": {}})
-    assert got == text + '\n[hosts.far]\naddress = "far"\n'.replace("\n", ending)
+    new = '\n[hosts.far]\naddress = "far"\n'.replace("\n", ending)
+    assert got == text + new
+    cut = text.removesuffix(ending)
+    assert added(cut, FILE, {"hosts": {"far": {"address": "far"}}, "containers": {}}) == text + new
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
