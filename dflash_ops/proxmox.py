@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dflash_ops import proxmox_faults, proxmox_values
 from dflash_ops.command import Command, Host
-from dflash_ops.errors import OpsError, UnreachableError
+from dflash_ops.errors import OpsError, TimedOutError, UnreachableError
 from dflash_ops.proxmox_faults import Asked
 from dflash_ops.proxmox_values import PVESH_VERBS, Call, Upid
 from dflash_ops.shell import Shell
@@ -73,9 +73,7 @@ class Pvesh:
 
         def run(command: Command) -> int:
             err.clear()
-            return self._shell.stream(
-                self._host, command, on_out=lines.take, on_err=err.extend, timeout=seconds + _PVESH_SECONDS
-            )
+            return self._shell.stream(self._host, command, on_out=lines.take, on_err=err.extend, timeout=seconds)
 
         code = self._as_root(call, run, err)
         lines.end()
@@ -134,7 +132,10 @@ class Proxmox:
                 log.append(line)
                 on_log(line)
 
-            upid = self._upid(call, self._way.run_task(call, hear, seconds))
+            try:
+                upid = self._upid(call, self._way.run_task(call, hear, seconds))
+            except TimedOutError as error:
+                raise proxmox_faults.task_silent(self.asked, doing, call, seconds) from error
             return self._judged(upid, doing, self._status(upid), log)
         upid = self._upid(call, self._way.ask(call))
         with _told_of_a_break(upid, on_log):

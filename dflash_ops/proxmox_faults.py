@@ -160,6 +160,16 @@ def task_too_long(asked: Asked, doing: str, upid: Upid, seconds: float) -> Timed
     )
 
 
+def task_silent(asked: Asked, doing: str, call: Call, seconds: float) -> TimedOutError:
+    """As `task_too_long`, where pvesh runs the task itself and says its id at the end."""
+    return TimedOutError(
+        f"{doing} has said nothing for {seconds:.0f} s",
+        where=asked.where,
+        why="its task may go on there",
+        next=f"on the host: pvesh get /nodes/{call.node}/tasks --vmid {call.vmid}",
+    )
+
+
 def sees_nothing(asked: Asked, permissions: object) -> PreflightError | None:
     """Why a list of containers may be empty with a 200: the token may see none. None when it may.
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_in import retry_until
 from tls_server import Identity, data, identity, serve
 
 from dflash_ops import proxmox, proxmox_https
-from dflash_ops.command import Api, Host
+from dflash_ops.command import Api, Command, Host
 from dflash_ops.errors import (
     BusyError,
     HostKeyError,
@@ -134,6 +135,16 @@ def test_a_node_that_does_not_answer(api: Proxmox, sandbox: SandboxState) -> Non
         api.get("nodes", "pve2", "lxc")
 
 
+@pytest.mark.parametrize("code", [596, 599])
+def test_a_node_that_breaks_off(sandbox: SandboxState, shell: Shell, code: int) -> None:
+    with (
+        wrong(sandbox, down=["pve2"], down_code=code),
+        proxmox.connect(shell, by_api(sandbox)) as https,
+        pytest.raises(UnreachableError, match=rf"node pve2 does not answer the one we asked .*{code}"),
+    ):
+        https.get("nodes", "pve2", "lxc")
+
+
 def test_the_asked_nodes_own_daemon_is_down(sandbox: SandboxState, shell: Shell) -> None:
     with (
         wrong(sandbox, down=["pve"]),
@@ -169,6 +180,19 @@ def test_a_task_that_fails_after_a_200(
     with changed_config(sandbox, 202, line), pytest.raises(kind, match=words) as caught:
         api.run(post("nodes", "pve", "lxc", 202, "status", "start"), "starting it")
     assert type(caught.value) is kind
+
+
+def test_a_task_that_never_ends_and_one_that_is_killed(
+    api: Proxmox, sandbox: SandboxState, shell: Shell, way: str
+) -> None:
+    with wrong(sandbox, hangs="vzstart 202"):
+        words = "has said nothing for 1 s.*pvesh get" if way == "pvesh" else "takes longer than 1 s.*its task goes on"
+        with pytest.raises(TimedOutError, match=f"starting it {words}"):
+            api.run(START, "starting it", seconds=1.0)
+    (hung,) = api.get("nodes", "pve", "tasks", vmid=202, source="active", typefilter="vzstart")
+    shell.run(by_ssh(sandbox), Command(("kill", "-9", str(hung["pid"]))), check=True)
+    status = ("nodes", "pve", "tasks", hung["upid"], "status")
+    assert retry_until(lambda: api.get(*status).get("exitstatus")) == "unexpected status"
 
 
 @contextlib.contextmanager
