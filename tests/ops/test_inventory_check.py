@@ -250,8 +250,11 @@ def silent() -> Iterator[int]:
 
 
 def test_check_takes_names_and_tells_the_file_alone(box: Box, cli: Cli) -> None:
-    out, _ = run(cli, "check", "--connect", "trainer")
-    assert "ok: python (trainer)" in out and "1 hosts, 1 containers" in out
+    out, _ = run(cli, "check")
+    assert "1 hosts, 1 containers" in out and "--connect" in out
+    box.inventory.write_text(box.inventory.read_text() + "gpus = [1, 0]\n")
+    out, _ = run(cli, "check", "--connect", "trainer", code=6)
+    assert "ok: python (trainer)" in out and "failure: GPUs (trainer)" in out and "mend it: gpus = [0, 1]" in out
     _, said = run(cli, "check", "nope", code=8)
     assert "nothing is called 'nope'" in said
     box.inventory.write_text('[hosts.a]\nadress = "x"\nport = "3"\n')
