@@ -81,7 +81,9 @@ class Shell:
     @staticmethod
     def load() -> None:
         """Loads the SSH library. For whoever connects in a thread: Python's threads would only take turns at it."""
-        import dflash_ops.ssh_link  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        from dflash_ops.ssh import load
+
+        load()
 
     def begin(self, host: Host) -> None:
         """Begins to connect in a thread. Whoever needs the connection next waits for it, or hears why there is none."""

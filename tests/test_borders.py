@@ -55,7 +55,6 @@ PURE = {
         "gate",
         "local_process",
         "ssh",
-        "ssh_link",
         "sudo",
         "terminal",
         "upload",
