@@ -24,6 +24,8 @@ __all__ = ["DEAD_AFTER_SECONDS", "KEEPALIVE_SECONDS", "Link", "NoSftpError", "Re
 KEEPALIVE_SECONDS = 5.0
 # A host that has not answered three keepalives in a row is gone.
 DEAD_AFTER_SECONDS = 3 * KEEPALIVE_SECONDS
+# For `ssh -G`, which may run commands (Match exec) and ask name servers.
+CONFIG_SECONDS = 15.0
 
 
 def __getattr__(name: str) -> Any:
@@ -42,7 +44,7 @@ def connect(host: Host, *, timeout: float) -> "Link":
     """
     if host.key is not None and not host.key.is_file():
         raise ConfigError("there is no such key file", where=str(host), why=str(host.key), next="correct `key`")
-    hops = _hops(host, timeout, meanwhile=load)
+    hops = _hops(host, meanwhile=load)
     from dflash_ops.ssh_hop import open_hop
     from dflash_ops.ssh_link import Link
     from dflash_ops.ssh_opening import Clock, Opening
@@ -52,7 +54,7 @@ def connect(host: Host, *, timeout: float) -> "Link":
         try:
             for hop in hops:
                 clock = Clock(hop.connect_timeout or timeout)
-                opening = Opening(hop, _where(host, hop, is_jump=hop is not hops[-1]), clock, _config_file(host))
+                opening = Opening(hop, _where(host, hop, is_jump=hop is not hops[-1]), clock)
                 done.append(open_hop(opening, done[-1].transport if done else None))
             return done
         except BaseException:
@@ -63,9 +65,9 @@ def connect(host: Host, *, timeout: float) -> "Link":
     return Link(host, opened(), opened, keepalive_s=KEEPALIVE_SECONDS, dead_after_s=DEAD_AFTER_SECONDS)
 
 
-def hostname(host: Host, *, timeout: float = 15.0) -> str:
+def hostname(host: Host) -> str:
     """The name or address that the ssh configuration gives a host, without connecting. ConfigError as for `connect`."""
-    return _hops(host, timeout)[-1].hostname
+    return _hops(host)[-1].hostname
 
 
 def load() -> None:
@@ -83,7 +85,7 @@ def _config_file(host: Host) -> Path | None:
     return file
 
 
-def _hops(host: Host, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> tuple[Hop, ...]:
+def _hops(host: Host, meanwhile: Callable[[], None] = lambda: None) -> tuple[Hop, ...]:
     """The way to the host, each stop by its own settings, with what the inventory says of the host itself. meanwhile:
     what to do while ssh is asked about the host."""
     file, by_ssh = _config_file(host), True
@@ -95,7 +97,7 @@ def _hops(host: Host, timeout: float, meanwhile: Callable[[], None] = lambda: No
         try:
             if jump is target:
                 meanwhile()
-            text = question.answer(timeout) if question else None
+            text = question.answer(CONFIG_SECONDS) if question else None
         finally:
             if question is not None:
                 question.end()
@@ -108,12 +110,15 @@ def _hops(host: Host, timeout: float, meanwhile: Callable[[], None] = lambda: No
 
     settings = ask(target)  # first, since it tells whether there is an ssh at all
     hops = route(target, lambda jump: settings if jump is target else ask(jump), here(by_database=by_ssh))
+    named = ("-F", str(file)) if file else ()
+    hops = [replace(hop, plain=(*named, *hop.plain)) for hop in hops]
     return (*hops[:-1], _as_the_inventory_says(hops[-1], host))
 
 
 def _as_the_inventory_says(hop: Hop, host: Host) -> Hop:
     if host.key is not None:
-        hop = replace(hop, identities=(host.key,), identities_only=True)
+        plain = ("-i", str(host.key), *hop.plain)
+        hop = replace(hop, identities=(host.key,), identities_only=True, plain=plain)
     if host.known_hosts is not None:
         hop = replace(hop, user_known_hosts=(host.known_hosts,), global_known_hosts=())
     return hop

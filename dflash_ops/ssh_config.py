@@ -9,7 +9,7 @@ has no meaning here (RequestTTY, ControlMaster, forwardings) is passed over.
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dflash_ops.errors import ConfigError
@@ -47,10 +47,10 @@ class Jump:
 class Hop:
     """All that is needed to log in on one host.
 
-    name: as the user or a ProxyJump calls it. known_as: what known_hosts calls it; `known_bare`: the same without a
-    port, where a matching key is good enough for ssh. jumps: the stops before it, or None where proxy_command or
-    nothing is. agent: the socket's path, or None. Algorithms: what is allowed, best first; None: as the library likes.
-    lacks: settings that we pass over, to be named when logging in fails.
+    name: as the user or a ProxyJump calls it; plain: the words after `ssh` that lead there without us. known_as: what
+    known_hosts calls it; known_bare: the same without a port, where a matching key is good enough for ssh. jumps: the
+    stops before it, none where proxy_command is or the way is straight. agent: the socket's path. Algorithms: what is
+    allowed, best first; None: as the library likes. lacks: settings that we pass over, told when logging in fails.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Hop:
     ciphers: tuple[str, ...] | None = None
     macs: tuple[str, ...] | None = None
     lacks: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
 
 def parse(text: str) -> dict[str, list[str]]:
@@ -199,7 +200,9 @@ def _route(
     if to in seen or len(seen) > _MAX_JUMPS:
         way = " -> ".join(jump.name for jump in (*seen, to))
         raise ConfigError("ProxyJump goes round in a circle", where=seen[0].name, why=way, next=_correct(to.name))
-    last = hop(to.name, ask(to), here, jumped=bool(before))
+    port = ("-p", str(to.port)) if to.port is not None else ()
+    plain = (*port, f"{to.user}@{to.name}" if to.user is not None else to.name)
+    last = replace(hop(to.name, ask(to), here, jumped=bool(before)), plain=plain)
     jumps = before or last.jumps
     if not jumps:
         return (last,)

@@ -75,7 +75,8 @@ class Link:
             now = time.monotonic()
             for channel, until in list(self._starting.items()):
                 if now > until:
-                    channel.close()  # whoever waits for it hears of that
+                    with contextlib.suppress(Exception):  # a broken transport
+                        channel.close()  # whoever waits for it hears of that
             silent_s = now - self._answered_at
             if silent_s > self._dead_after_s:
                 self._why_closed = f"no sign of life for {silent_s:.0f} s"

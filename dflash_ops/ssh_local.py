@@ -33,8 +33,7 @@ def here(*, by_database: bool) -> Here:
     return Here(home, user, os.getuid(), socket.gethostname(), os.environ)
 
 
-def words(jump: Jump, file: Path | None) -> tuple[str, ...]:
-    """The words with which plain ssh would be told to reach it, after `ssh`."""
+def _words(jump: Jump, file: Path | None) -> tuple[str, ...]:
     return (
         *(("-F", str(file)) if file else ()),
         *(("-p", str(jump.port)) if jump.port is not None else ()),
@@ -52,7 +51,7 @@ class Question:
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(FileNotFoundError, PermissionError):
             self._process = subprocess.Popen(
-                ("ssh", "-G", *words(jump, file)),
+                ("ssh", "-G", *_words(jump, file)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -90,7 +89,7 @@ class Question:
         )
 
     def _next(self) -> str:
-        asked = shlex.join(word for word in words(self._jump, self._file) if word != "--")
+        asked = shlex.join(word for word in _words(self._jump, self._file) if word != "--")
         return f"correct {self._file or '~/.ssh/config'}; try: ssh -G {asked}"
 
     def end(self) -> None:

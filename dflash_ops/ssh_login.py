@@ -7,10 +7,8 @@ import shlex
 from typing import Any
 
 from dflash_ops.errors import ConfigError, OpsError, UnreachableError
-from dflash_ops.ssh_config import Jump
 from dflash_ops.ssh_keys import Agent, Tried, offers
 from dflash_ops.ssh_library import paramiko
-from dflash_ops.ssh_local import words
 from dflash_ops.ssh_opening import Opening
 
 
@@ -89,7 +87,6 @@ def _refused(opening: Opening, tried: Tried, why: str) -> OpsError:
             next="correct `key` in the inventory, or IdentityFile in the ssh configuration",
         )
     parts = [why, *_told(tried), *(f"{setting} is not used" for setting in hop.lacks if setting.startswith("PKCS"))]
-    target = words(Jump(hop.name), opening.file)
     many = "too many keys" in why
     return UnreachableError(
         "the host refused our key" if tried.offered else "there is no key to log in with",
@@ -98,7 +95,7 @@ def _refused(opening: Opening, tried: Tried, why: str) -> OpsError:
         next=(
             "name the right key as `key` in the inventory (or IdentityFile, with IdentitiesOnly yes)"
             if many
-            else shlex.join(("ssh-copy-id", *(word for word in target if word != "--")))
+            else shlex.join(("ssh-copy-id", *hop.plain))
             if tried.offered
             else "make one (ssh-keygen) and copy it there (ssh-copy-id), or start an agent and ssh-add it"
         ),

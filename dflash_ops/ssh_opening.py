@@ -3,11 +3,9 @@
 import shlex
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from dflash_ops.errors import UnreachableError
-from dflash_ops.ssh_config import Hop, Jump
-from dflash_ops.ssh_local import words
+from dflash_ops.ssh_config import Hop
 
 
 class Clock:
@@ -27,19 +25,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Opening:
-    """A hop on its way to being open. where: for errors; file: the configuration that plain ssh would need."""
+    """A hop on its way to being open. where: for errors."""
 
     hop: Hop
     where: str
     clock: Clock
-    file: Path | None
-
-    def plain(self, *more: str) -> str:
-        """The command that reaches it without us."""
-        return shlex.join(("ssh", *words(Jump(self.hop.name), self.file), *more)).replace(" -- ", " ", 1)
 
     def unreachable(self, why: str) -> UnreachableError:
-        return UnreachableError("the host can't be reached", where=self.where, why=why, next=self.plain("true"))
+        plain = shlex.join(("ssh", *self.hop.plain, "true"))
+        return UnreachableError("the host can't be reached", where=self.where, why=why, next=plain)
 
     def late(self, stage: str) -> UnreachableError:
         return self.unreachable(f"{stage} within {self.clock.seconds:g} s")

@@ -109,7 +109,6 @@ IN = [
         "HostKeyAlgorithms rsa-sha2-256",
     ),
     Row("compression", "Compression yes"),
-    Row("from-an-address", "AddressFamily inet; BindAddress 127.0.0.2"),
     Row(
         "what-has-no-meaning-here",
         "RequestTTY force; RemoteCommand false; ControlMaster auto; ControlPath {dir}/%C; ControlPersist 9; "

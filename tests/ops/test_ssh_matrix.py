@@ -134,6 +134,15 @@ def test_the_command_for_an_unknown_key_adds_exactly_that_key(world: World) -> N
     assert len((world.folder / "mine").read_text().split("\n")) == 3
 
 
+def test_the_address_that_we_come_from(world: World) -> None:
+    link = ssh.connect(world.alias("AddressFamily inet; BindAddress 127.0.0.2"), timeout=10)
+    process, said = link.start(b"echo $SSH_CONNECTION"), b""
+    while not (part := process.read(10))[2]:
+        said += part[0]
+    assert said.startswith(b"127.0.0.2 ")
+    link.close()
+
+
 def test_algorithms_are_those_that_the_configuration_allows(world: World) -> None:
     allowed = "Ciphers aes256-gcm@openssh.com; KexAlgorithms curve25519-sha256; HostKeyAlgorithms rsa-sha2-256"
     link = ssh.connect(world.alias(f"{allowed}; Compression yes"), timeout=10)
