@@ -5,7 +5,6 @@ that turns out wrong is asked for again where there is somebody to ask, and rais
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from dflash_ops.errors import (
     UsageFault,
 )
 from dflash_ops.inventory import Inventory, parse
-from dflash_ops.inventory_file import read
+from dflash_ops.inventory_file import present, read
 from dflash_ops.inventory_probe import Cards, Inside, Listed
 from dflash_ops.inventory_tables import ContainerTable
 from dflash_ops.shell import Shell
@@ -94,8 +93,7 @@ def plan(shell: Shell | None, file: Path, said: Said, asker: Asker) -> Plan:
 
     ConfigError where the file is there and wrong; HostKeyError for a host whose key is not known, which is never asked
     again; UsageFault and PreflightError for answers that nobody can be asked to correct."""
-    book = parse(read(file), file) if os.path.lexists(file) else Inventory(file.absolute(), parse("", file).tables)
-    return _Init(shell, book, said, asker).plan()
+    return _Init(shell, parse(read(file) if present(file) else "", file), said, asker).plan()
 
 
 def write(plan: Plan) -> None:
@@ -167,7 +165,7 @@ class _Init:
         for key in ("path", "python", "user", "gpus"):
             if getattr(container, key) != getattr(plain, key):
                 keys[key] = getattr(container, key)
-        if not os.path.lexists(self._book.file):
+        if not present(self._book.file):
             files[schema_file(self._book.file)] = _schema()
         tables = {container.name: keys}
         return Plan(self._book.file, name, container.name, hosts, tables, files, tuple(self._tried))
@@ -273,6 +271,10 @@ class _Init:
 
     def _try_gpus(self, container: Container, word: str, cards: Cards | None, inside: Inside | None) -> Container:
         container = replace(container, gpus=_gpus(word))
+        if container.gpus and cards and cards.refused:
+            raise PreflightError(
+                "the host shows no GPU", where=container.host.address, why=cards.refused, next="say none"
+            )
         self._hold("GPUs", container, cards, inside)
         return container
 
@@ -379,7 +381,7 @@ def _plain(text: str) -> str:
 
 
 def _one_of(word: str, listed: Sequence[Listed], host: Host) -> Listed:
-    if not word.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", word):
         raise UsageFault("no number of a container", where=repr(word), next="say one, as pct list shows it")
     if not listed:  # nothing was asked
         return Listed(int(word), "unknown", "")
@@ -400,7 +402,7 @@ def _gpus(word: str) -> tuple[int, ...]:
     if word.strip().lower() == NONE:
         return ()
     parts = [part.strip() for part in word.split(",")]
-    if not all(part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+    if not all(re.fullmatch("[0-9]{1,4}", part) for part in parts) or len(set(parts)) < len(parts):
         raise UsageFault("no list of GPUs", where=repr(word), next="say numbers with commas between them, or none")
     return tuple(map(int, parts))
 

@@ -21,11 +21,11 @@ def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
             return _named(named, "--inventory" if explicit else VARIABLE)
         start = start.absolute() if start else working_folder()
         for folder in (start, *start.parents):
-            if (file := _there(folder / "dflash-ops.toml") or _in_folder(folder / "inventory")) is not None:
+            if (file := present(folder / "dflash-ops.toml") or _in_folder(folder / "inventory")) is not None:
                 return file
         places = users_own()
         for file in places:
-            if _there(file) is not None:
+            if present(file) is not None:
                 return file
     except OSError as error:
         where = os.fsdecode(error.filename or "")
@@ -37,7 +37,7 @@ def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
 
 
 def _named(named: Path, said_by: str) -> Path:
-    file = _in_folder(named) if named.is_dir() else _there(named)
+    file = _in_folder(named) if named.is_dir() else present(named)
     if file is None:
         why = f"{said_by} names it"
         if named.is_dir():
@@ -49,12 +49,12 @@ def _named(named: Path, said_by: str) -> Path:
 
 
 def _in_folder(folder: Path) -> Path | None:
-    return _there(folder / "default.toml") or _there(folder / "sandbox.toml")
+    return present(folder / "default.toml") or present(folder / "sandbox.toml")
 
 
-def _there(file: Path) -> Path | None:
-    """The file, when there is something of that name. Passing over what can't be read would use another inventory, and
-    perhaps another box, than the one that is meant: ConfigError."""
+def present(file: Path) -> Path | None:
+    """The file, when there is something of that name. ConfigError when that is no file: passing over it would use
+    another inventory, and perhaps another box, than the one that is meant; opening a pipe would wait for a writer."""
     try:
         mode = file.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -65,7 +65,7 @@ def _containers(result: Result) -> tuple[Listed, ...]:
     found: list[Listed] = []
     for row in result.out.decode("utf-8", "replace").split("\n")[1:]:
         words = row.split()
-        if len(words) >= 2 and words[0].isdigit():
+        if len(words) >= 2 and words[0].isascii() and words[0].isdigit():
             found.append(Listed(int(words[0]), words[1], row[35:].strip()))  # the column before may be empty
     return tuple(found)
 
@@ -82,7 +82,7 @@ def _cards(text: str, code: int, result: Result | None = None) -> Cards:
     found: list[Card] = []
     for row in text.split("\n"):
         match [word.strip() for word in row.split(",", 2)]:
-            case [index, uuid, name] if index.isdigit() and uuid.startswith("GPU-"):
+            case [index, uuid, name] if index.isascii() and index.isdigit() and uuid.startswith("GPU-"):
                 found.append(Card(int(index), uuid, name))
             case _:
                 pass

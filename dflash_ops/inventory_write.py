@@ -16,7 +16,7 @@ import tomlkit
 
 from dflash_ops.errors import BusyError, ConfigError, OpsError, UsageFault
 from dflash_ops.inventory import examine, parse
-from dflash_ops.inventory_file import BOM, decoded
+from dflash_ops.inventory_file import BOM, decoded, present
 from dflash_ops.inventory_tables import InventoryFile
 
 Entry = Mapping[str, object]  # a table's keys as the inventory writes them; None is left out
@@ -51,7 +51,7 @@ def add(
         real = file.resolve()  # a link stays a link
         real.parent.mkdir(parents=True, exist_ok=True)
         with _alone(real.parent):
-            old = real.read_bytes() if real.exists() else head.encode()
+            old = real.read_bytes() if present(real) else head.encode()
             text = added(decoded(old, file), file, new)
             _replace(real, BOM + text if old.startswith(BOM.encode()) else text)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other

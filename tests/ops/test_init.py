@@ -20,6 +20,7 @@ from dflash_ops.errors import ConfigError, HostKeyError, OpsError, PreflightErro
 from dflash_ops.init import Said
 from dflash_ops.inventory import load
 from dflash_ops.inventory_tables import schema_text
+from dflash_ops.inventory_write import add_host
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -157,6 +158,9 @@ def test_what_is_wrong_is_raised_where_nobody_corrects_it(
         ({"vmid": "7"}, "containers.new.vmid.*100"),
         ({"path": "opt"}, "containers.new.path"),
         ({"gpus": "0,0"}, "no list of GPUs"),
+        ({"gpus": "²"}, "no list of GPUs"),
+        ({"vmid": "²"}, "no number of a container"),
+        ({"path": "/opt/\udcff"}, "containers.new.path"),
         ({"name": "all"}, "every container"),
     ],
 )
@@ -186,6 +190,14 @@ def test_untested_asks_no_machine(tmp_path: Path) -> None:
     assert (container.host.name, container.vmid, container.gpus) == ("far", 300, ())
     assert 'key = "id"' in file.read_text() and file.read_text().startswith("#:schema ./schema.json\n")
     assert sorted(path.name for path in file.parent.iterdir()) == ["default.toml", "schema.json"]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        init.plan(None, tmp_path / "pipe.toml", Said(), Nobody())
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        add_host(tmp_path / "pipe.toml", "lab", address="lab")
 
 
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(tmp_path: Path) -> None:
