@@ -1,5 +1,6 @@
 """One verb in many places at once: the threads, what Ctrl-C leaves, what is shown; and --on through the whole way."""
 
+import itertools
 import json
 import os
 import re
@@ -7,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from conftest import Box, Cli, write_inventory
 from test_progress import on_a_terminal
 from typer.testing import CliRunner
 
-from dflash_ops import cli_deploy, gpus, many, render_many, status
+from dflash_ops import cli_deploy, deploy, gpus, many, render_many, status
 from dflash_ops import source as sources
 from dflash_ops.cli import app
 from dflash_ops.command import Container, Host
@@ -96,24 +97,13 @@ def test_so_many_at_once_and_no_more(shell: Shell, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(many, "AT_ONCE_OF_A_HOST", 2)
     host = Host("one", "localhost")
     places = {f"s{number}": Container(host, 200 + number) for number in range(6)} | on_hosts(12)
-    lock, now, most, begun = threading.Lock(), Counter[str](), Counter[str](), Counter[str]()
-    full = threading.Barrier(5, timeout=20)
-
-    def verb(at: At[Container]) -> None:
-        keys = ("all", at.place.host.name)
-        with lock:
-            now.update(keys)
-            begun.update(keys)
-            for key in keys:
-                most[key] = max(most[key], now[key])
-            waits = begun["all"] <= 15  # of 18: three times five are inside together
-        if waits:
-            full.wait()
-        with lock:
-            now.subtract(keys)
-
-    assert all(it.error is None for it in each(shell, places, verb))
-    assert (most["all"], most["one"], begun["one"]) == (5, 2, 6)
+    go_on = threading.Event()
+    work = many._Work(shell, places, lambda at: go_on.wait(20), many.Board(), False, "")
+    for task in work._tasks:
+        work._begin(task)
+    assert [task.name for task in work._tasks if task.works] == ["s0", "s1", "c0", "c1", "c2"]
+    go_on.set()
+    assert all(it.value for it in work.outcomes()) and len(work.outcomes()) == 18
 
 
 def test_what_lasts_waits_for_no_turn(shell: Shell) -> None:
@@ -360,7 +350,9 @@ def source(tmp_path: Path) -> Path:
     return stand_in.make_release(tmp_path / "stand-in")
 
 
-def test_a_day_with_many(cli: Cli, source: Path, tmp_path: Path) -> None:
+def test_a_day_with_many(cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(step=10)  # an id of one's own moment would be another in each
+    monkeypatch.setattr(deploy, "now", lambda: datetime.now(UTC) + timedelta(seconds=next(seconds)))
     done = cli("deploy", str(source), "--on", "both,stopped", "--on", "gone,trainer", "--json")
     found = results(done)
     assert list(found) == ["trainer", "other", "stopped", "gone"]
