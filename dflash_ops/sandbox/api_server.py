@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import ssl
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -87,6 +88,7 @@ class Server(ThreadingTCPServer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._contexts: dict[str, ssl.SSLContext] = {}
+        self._mutex = threading.Lock()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """In the connection's own thread, so that a client that says nothing keeps nobody waiting."""
@@ -94,7 +96,9 @@ class Server(ThreadingTCPServer):
         request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         first = request.recv(1, socket.MSG_PEEK)
         if first == bytes([_TLS_HANDSHAKE]):
-            with self._context().wrap_socket(request, server_side=True) as secured:
+            with self._mutex:
+                context = self._context()
+            with context.wrap_socket(request, server_side=True) as secured:
                 Handler(secured, client_address, self)
         elif first:
             Redirect(request, client_address, self)

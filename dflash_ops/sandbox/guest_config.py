@@ -34,6 +34,7 @@ class Config:
             text += f"\n[{name}]\n" + "".join(f"{line}\n" for line in lines)
         file = layout.configs(node) / f"{vmid}.conf"
         draft = file.with_suffix(".tmp")
+        draft.touch(layout.CONFIG_MODE)
         draft.write_text(text)
         draft.replace(file)
 

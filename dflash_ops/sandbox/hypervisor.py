@@ -225,7 +225,9 @@ def _make_containers(settings: Settings) -> None:
     nodes = sorted(Path("/dev").glob("nvidia*"), key=lambda path: (path.name.startswith("nvidia-"), path.name))
     devices = [str(path) for path in nodes if path.is_char_device()]
     for template in layout.CONTAINERS:
-        (layout.CONFIGS / f"{template.vmid}.conf").write_text(template.config(devices))
+        config = layout.CONFIGS / f"{template.vmid}.conf"
+        config.touch(layout.CONFIG_MODE)
+        config.write_text(template.config(devices))
         disk = layout.ROOTS / str(template.vmid) / "rootfs"
         _mount_disk(disk, settings.disks.get(str(template.vmid)))
         os.chown(disk, template.owner, template.owner)

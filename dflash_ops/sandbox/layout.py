@@ -25,6 +25,7 @@ def running(node: str) -> Path:
 
 
 CONFIGS = configs(NODE)
+CONFIG_MODE = 0o640  # of root and www-data: not for every user
 LOCKS = Path("/run/lock/lxc")
 ROOTS = Path("/var/lib/lxc")
 RUNNING = running(NODE)

@@ -456,6 +456,7 @@ def test_a_snapshot_is_gone_back_to(bot: ProxmoxAPI, client: Client) -> None:
     assert client.run("pct delsnapshot 201 second").code == 0
     assert [row["name"] for row in ct.snapshot.get()] == ["current"]
     assert "[" not in client.run("cat /etc/pve/lxc/201.conf").text
+    assert client.run("stat -c %a /etc/pve/lxc/201.conf").out == b"640\n"
     assert client.run("ls -A /var/lib/sandbox/snapshots/201").out == b""
 
 

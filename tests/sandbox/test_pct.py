@@ -49,6 +49,7 @@ def test_status_and_config(client: Client) -> None:
     verbose = dict(line.split(": ") for line in client.run("pct status 200 --verbose").text.strip().split("\n"))
     assert (verbose["name"], verbose["status"], verbose["type"]) == ("train200", "running", "lxc")
     keys = [line.partition(":")[0] for line in client.run("pct config 201").text.strip().split("\n")]
+    assert client.run("stat -c %a /etc/pve/lxc/*.conf").text.split() == ["640"] * 3
     raw = [key for key in keys if key.startswith("lxc.")]  # last, in the file's order
     assert keys == sorted(keys[: len(keys) - len(raw)]) + raw and raw and "unprivileged" in keys
     assert "unprivileged" not in client.run("pct config 200").text
