@@ -153,10 +153,10 @@ class Proxmox:
                     if not line.startswith("TASK "):
                         on_log(line)
                 silent_since = None
-            except UnreachableError:  # a proxy that restarts is no end of a task
+            except (UnreachableError, TimedOutError) as error:  # a proxy that restarts is no end of a task
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > _SILENT_SECONDS:
-                    raise
+                    raise proxmox_faults.task_lost(self.asked, doing, upid, error) from error
                 status = {}
             if status.get("status") == "stopped":
                 return self._judged(upid, doing, status, log)
@@ -235,7 +235,7 @@ def delete(*path: str | int, **parameters: str | int) -> Call:
 
 
 def _words(call: Call) -> tuple[str, ...]:
-    options = [word for key, value in call.parameters.items() for word in (f"--{key}", str(value))]
+    options = [f"--{key}={value}" for key, value in call.parameters.items()]
     return ("pvesh", PVESH_VERBS[call.method], "/" + "/".join(call.path), *options, "--output-format", "json")
 
 

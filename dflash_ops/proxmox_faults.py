@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError, TimedOutError, UnreachableError
+from dflash_ops.errors import (
+    BusyError,
+    LinkLostError,
+    NotFoundError,
+    OpsError,
+    PreflightError,
+    TimedOutError,
+    UnreachableError,
+)
 from dflash_ops.proxmox_values import PVESH_VERBS, Call, Upid, rights_on_containers
 
 # What a token needs for all that is asked of a container.
@@ -157,6 +165,16 @@ def task_too_long(asked: Asked, doing: str, upid: Upid, seconds: float) -> Timed
         where=asked.where,
         why=f"its task goes on there: {upid.text}",
         next=f"on the host: pvesh get /nodes/{upid.node}/tasks/{upid.text}/log",
+    )
+
+
+def task_lost(asked: Asked, doing: str, upid: Upid, error: OpsError) -> LinkLostError:
+    """The API has not answered for a while, and what became of the task is not known."""
+    return LinkLostError(
+        f"what becomes of {doing} is not known",
+        where=asked.where,
+        why=f"{error.what}: {error.why}; its task goes on there",
+        next=f"on the host: pvesh get /nodes/{upid.node}/tasks/{upid.text}/status",
     )
 
 

@@ -66,12 +66,11 @@ class Https:
             return self._ask(call)
 
     def _ask(self, call: Call) -> Any:
-        import requests
-
         coming: Future[Any] = Future()
         if self._client is None:
             self._client = _client(self._api, self._address, self._token, self._seconds)
         client = self._client
+        import requests  # that it is there, `_client` has seen
 
         def asking() -> None:
             try:

@@ -209,8 +209,11 @@ def test_nobody_listens_or_speaks_no_tls_or_has_no_such_name(asking: Asking, nod
     client.close()
 
 
-def test_a_package_that_is_missing_is_named(asking: Asking, node: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "proxmoxer", None)
+@pytest.mark.parametrize("package", ["proxmoxer", "requests"])
+def test_a_package_that_is_missing_is_named(
+    package: str, asking: Asking, node: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
     with serve([data(1)], node) as server, pytest.raises(PreflightError, match="pip install"):
         asking(server, ca=node.certificate).ask(CALL)
 
