@@ -33,6 +33,7 @@ try:
     with Shell() as shell:
         for name in names:
             host = Host(name, name, ssh_config=Path(file) if file else None)
+            shell.begin(host)
             print("I am", shell.run(host, Command(("id", "-un"))).out.decode().strip(), flush=True)
 except OpsError as error:
     print(error.line())

@@ -254,4 +254,5 @@ def test_a_name_without_its_port_is_good_for_the_same_key_only(keys: list[Path])
     a, b = (known_hosts.read(f"box {public(key)}", Path("f"))[0] for key in keys[:2])
     assert known_hosts.judge([a], ["[box]:2"], a.kind, a.blob, bare="box").word == "known"
     assert known_hosts.judge([a], ["[box]:2"], b.kind, b.blob, bare="box").word == "unknown"
-    assert known_hosts.kinds([a, b], ["box"]) == ["ssh-ed25519"]
+    revoked = known_hosts.read(f"@revoked box {public(keys[2])}", Path("f"))
+    assert known_hosts.kinds([*revoked, a, b], ["box"]) == ["ssh-ed25519"]

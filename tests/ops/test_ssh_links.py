@@ -16,10 +16,12 @@ from openssh import Sshd, make_key, need
 from paramiko.common import MSG_CHANNEL_SUCCESS
 from ssh_world import RELAY, World, who
 
-from dflash_ops import ssh
+from dflash_ops import ssh, ssh_hop
 from dflash_ops.command import Command, Host
 from dflash_ops.errors import ConfigError, LinkLostError, OpsError, TimedOutError, UnreachableError
 from dflash_ops.shell import Shell
+from dflash_ops.ssh_local import Question
+from dflash_ops.ssh_opening import Opening
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +84,25 @@ class Mute:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "says", "seconds"),
     [
-        (b"", "it never said that it speaks SSH within 0.4 s"),
-        (b"welcome to this fine host\r\n", "it never said that it speaks SSH within 0.4 s"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "no keys were agreed on within 0.4 s"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 200, "can't be reached"),
+        (b"", "it never said that it speaks SSH within 0.4 s", 0.4),
+        (b"welcome to this fine host\r\n", "it never said that it speaks SSH within 0.4 s", 0.4),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "no keys were agreed on within 2 s", 2.0),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 200, "can't be reached", 10.0),
     ],
     ids=["says-nothing", "greets-only", "stalls-after-its-version", "speaks-something-else"],
 )
-def test_a_server_that_stalls(servers: World, words: bytes, says: str) -> None:
-    with closing(Mute(words)) as mute:
-        for config in (f"Host box; Port {mute.port}", f"Host gate; Port {mute.port}; Host box; ProxyJump gate"):
-            with pytest.raises(UnreachableError) as caught:
-                who(servers.alias(config), timeout=0.4)
-            assert says in caught.value.line()
-            assert ("jump gate" in caught.value.where) == ("gate" in config)
+def test_a_server_that_stalls(servers: World, words: bytes, says: str, seconds: float) -> None:
+    with closing(Mute(words)) as mute, pytest.raises(UnreachableError) as caught:
+        who(servers.alias(f"Host box; Port {mute.port}"), timeout=seconds)
+    assert says in caught.value.line()
+
+
+def test_a_gate_that_stalls(servers: World) -> None:
+    with closing(Mute(b"")) as mute, pytest.raises(UnreachableError, match=r"jump gate.* within 0\.4 s") as caught:
+        who(servers.alias(f"Host gate; Port {mute.port}; Host box; ProxyJump gate"), timeout=0.4)
+    assert caught.value.next.endswith("gate true")
 
 
 def test_a_connect_timeout_of_the_configuration_wins(servers: World) -> None:
@@ -113,12 +118,25 @@ def test_a_name_server_that_hangs(servers: World, monkeypatch: pytest.MonkeyPatc
     forever.set()
 
 
-def test_a_host_that_takes_long_to_let_us_in(tmp_path: Path) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch, stage: str, begun: Callable[[], bool] = lambda: True) -> None:
+    """From the begin of a stage of opening a hop, when it is so far, half a second is left."""
+    real: Callable[..., None] = getattr(ssh_hop, stage)
+
+    def hurried(opening: Opening, *rest: object) -> None:
+        until(begun)
+        opening.clock.give_back(0.5 - opening.clock.left())
+        real(opening, *rest)
+
+    monkeypatch.setattr(ssh_hop, stage, hurried)
+
+
+def test_a_host_that_takes_long_to_let_us_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch, "log_in")
     key = make_key(tmp_path / "id")
     slow = "AuthorizedKeysFile none\nAuthorizedKeysCommand /bin/sleep 600\nAuthorizedKeysCommandUser root"
     with Sshd(tmp_path / "sshd", config=slow) as server, pytest.raises(UnreachableError) as caught:
-        who(server.host(key), timeout=0.6)
-    assert f"no answer to {key} within 0.6 s" in caught.value.why
+        who(server.host(key), timeout=30)
+    assert f"no answer to {key} within 30 s" in caught.value.why
 
 
 def test_an_agent_that_hangs_is_passed_over(servers: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,20 +154,27 @@ def test_an_agent_that_hangs_is_passed_over(servers: World, monkeypatch: pytest.
 
 
 def test_a_match_exec_that_hangs(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh, "CONFIG_SECONDS", 1.0)
-    pid_file = servers.folder / "exec.pid"
-    with pytest.raises(ConfigError, match=r"`ssh -G` gave no answer within 1 s.*Match exec"):
+    pid_file, real = servers.folder / "exec.pid", Question.answer
+
+    def answer(question: Question, seconds: float) -> str | None:
+        assert seconds == ssh.CONFIG_SECONDS
+        until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+        return real(question, 0.3)
+
+    monkeypatch.setattr(Question, "answer", answer)
+    with pytest.raises(ConfigError, match=r"`ssh -G` gave no answer within 0\.3 s.*Match exec"):
         who(servers.alias(f'Match exec "echo $$ >{pid_file} && exec sleep 600"; User joe'))
     until(lambda: not lives(int(pid_file.read_text())))
 
 
-def test_a_proxy_command_that_hangs_is_ended(servers: World) -> None:
+def test_a_proxy_command_that_hangs_is_ended(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it has started; one that has been told to go away and does not, too."""
     pids = servers.folder / "pids"
     script = servers.folder / "hangs.sh"
     script.write_text(f"trap '' TERM HUP\necho $$ >{pids}\nsleep 600 &\necho $! >>{pids}\nwait\nwait\nsleep 600\n")
-    with pytest.raises(UnreachableError, match=r"it never said that it speaks SSH within 0\.6 s"):
-        who(servers.alias(f"Host box; ProxyCommand sh {script}"), timeout=0.6)
+    hurry(monkeypatch, "_greet", lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    with pytest.raises(UnreachableError, match="it never said that it speaks SSH within 30 s"):
+        who(servers.alias(f"Host box; ProxyCommand sh {script}"), timeout=30)
     until(lambda: not any(lives(int(pid)) for pid in pids.read_text().split()))
 
 
