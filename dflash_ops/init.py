@@ -5,12 +5,12 @@ that turns out wrong is asked for again where there is somebody to ask, and rais
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from dflash_ops import init_answers as answers
 from dflash_ops import inventory_check, inventory_write
 from dflash_ops import inventory_probe as probe
 from dflash_ops.command import Command, Container, Host
@@ -18,7 +18,6 @@ from dflash_ops.errors import (
     ConfigError,
     HostKeyError,
     LinkLostError,
-    NotFoundError,
     OpsError,
     PreflightError,
     UsageFault,
@@ -31,7 +30,6 @@ from dflash_ops.shell import Shell
 
 T = TypeVar("T")
 
-NONE = "none"
 _SECONDS = 20.0
 _CA = "/etc/pve/pve-root-ca.pem"
 _PATH, _PYTHON = ContainerTable.path, ContainerTable.python
@@ -150,7 +148,7 @@ class _Init:
         host, new, listed = self._host()
         name = host.name
         if new:
-            free = self._free(_plain(host.address), self._book.tables.hosts)
+            free = self._free(answers.name_of(host.address), self._book.tables.hosts)
             name = self._settled(self._said.host, "Its name in the inventory", "--host", free, self._free_host)
         container = self._container(host, name, listed)
         api, files = self._api(host, name)
@@ -192,7 +190,9 @@ class _Init:
             host = self._book.host(word)
             return host, False, self._reach(host)
         user, _, address = word.rpartition("@")
-        host = Host(_plain(address), address, said.port, user or said.user, said.key, said.known_hosts, said.ssh_config)
+        host = Host(
+            answers.name_of(address), address, said.port, user or said.user, said.key, said.known_hosts, said.ssh_config
+        )
         for name, table in self._book.tables.hosts.items():
             if (table.address, table.port, table.user) == (host.address, host.port, host.user):
                 host = self._book.host(name)
@@ -223,7 +223,7 @@ class _Init:
         running = [str(entry.vmid) for entry in listed if entry.status == "running"]
         default = running[0] if len(running) == 1 else None
         chosen = self._settled(
-            said.vmid, "The container's number", "--vmid", default, lambda it: _one_of(it, listed, host)
+            said.vmid, "The container's number", "--vmid", default, lambda it: answers.one_of(it, listed, host)
         )
         bare = Container(host, chosen.vmid, said.path or _PATH, said.python or _PYTHON, user=said.container_user)
         asked = "Python in the container; the trainer's environment is made of it"
@@ -232,18 +232,20 @@ class _Init:
         bare = self._settled(said.path, asked, "--path", _PATH, lambda it: self._try_path(bare, host_name, it))
         host_cards = self._cards(host)
         inside = self._inside(bare)
-        detected = _detected(host_cards, inside.cards) if inside else ()
+        detected = answers.detected(host_cards, inside.cards) if inside else ()
         if inside and inside.cards.refused and said.gpus is None:
             self._asker.tell(f"  the container shows no GPU: {inside.cards.refused}")
         bare = self._settled(
             said.gpus,
             "GPUs: the host's numbers, in the container's order",
             "--gpus",
-            ",".join(map(str, detected)) or NONE,
+            ",".join(map(str, detected)) or answers.NONE,
             lambda it: self._try_gpus(bare, it, host_cards, inside),
         )
         taken = self._book.tables.containers
-        default = "trainer" if "trainer" not in taken else self._free(_plain(chosen.name or str(chosen.vmid)), taken)
+        default = (
+            "trainer" if "trainer" not in taken else self._free(answers.name_of(chosen.name or str(chosen.vmid)), taken)
+        )
         name = self._settled(said.name, "Its name in the inventory", "--name", default, self._free_container)
         return replace(bare, name=name)
 
@@ -270,7 +272,7 @@ class _Init:
         return container
 
     def _try_gpus(self, container: Container, word: str, cards: Cards | None, inside: Inside | None) -> Container:
-        container = replace(container, gpus=_gpus(word))
+        container = replace(container, gpus=answers.gpus(word))
         if container.gpus and cards and cards.refused:
             raise PreflightError(
                 "the host shows no GPU", where=container.host.address, why=cards.refused, next="say none"
@@ -313,8 +315,8 @@ class _Init:
         if host.api is not None:  # it is in the file
             return {}, {}
         question = "A token for the Proxmox API, as USER@REALM!NAME, without its secret"
-        given = self._said.api if self._asker.can_ask else self._said.api or NONE  # one may well go without
-        token = self._settled(given, question, "--api", NONE, _token)
+        given = self._said.api if self._asker.can_ask else self._said.api or answers.NONE  # one may well go without
+        token = self._settled(given, question, "--api", answers.NONE, answers.token)
         if token is None:
             return {}, {}
         keys: dict[str, Any] = {"user": token[0], "token_name": token[1]}
@@ -372,61 +374,3 @@ class _Init:
         with contextlib.suppress(ValueError):
             return str(whole.relative_to(self._book.file.parent))
         return str(whole)
-
-
-def _plain(text: str) -> str:
-    """A name made of an address or a host name: its first label, for an address of digits "box"."""
-    label = text if re.fullmatch(r"[\d.:]+|.*:.*", text) is None else "box"
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", label.split(".")[0]).strip("-")[:60] or "box"
-
-
-def _one_of(word: str, listed: Sequence[Listed], host: Host) -> Listed:
-    if not re.fullmatch("[0-9]{1,9}", word):
-        raise UsageFault("no number of a container", where=repr(word), next="say one, as pct list shows it")
-    if not listed:  # nothing was asked
-        return Listed(int(word), "unknown", "")
-    found = next((entry for entry in listed if entry.vmid == int(word)), None)
-    if found is None:
-        there = ", ".join(str(entry.vmid) for entry in listed)
-        raise NotFoundError(f"there is no container {word}", where=host.address, why=f"it has: {there}", next="say one")
-    if found.status != "running":
-        raise PreflightError(
-            f"container {word} is {found.status}, and can't be tried",
-            where=host.address,
-            next=f"on the host: pct start {word}; or say --untested",
-        )
-    return found
-
-
-def _gpus(word: str) -> tuple[int, ...]:
-    if word.strip().lower() == NONE:
-        return ()
-    parts = [part.strip() for part in word.split(",")]
-    if not all(re.fullmatch("[0-9]{1,4}", part) for part in parts) or len(set(parts)) < len(parts):
-        raise UsageFault("no list of GPUs", where=repr(word), next="say numbers with commas between them, or none")
-    return tuple(map(int, parts))
-
-
-def _detected(host: Cards | None, inside: Cards) -> tuple[int, ...]:
-    """The host's numbers of the container's GPUs, where the host knows them all."""
-    numbers = {card.uuid: card.index for card in host.cards} if host else {}
-    if any(card.uuid not in numbers for card in inside.cards):
-        return ()
-    return tuple(numbers[card.uuid] for card in inside.cards)
-
-
-def _token(word: str) -> tuple[str, str] | None:
-    if word.strip().lower() == NONE:
-        return None
-    if "=" in word:  # never shown: what follows it is the secret
-        raise UsageFault(
-            "a token's secret belongs on no command line",
-            why="other users see it there, and the shell keeps it",
-            next="make a new one; say USER@REALM!NAME alone, and put the secret into DFLASH_OPS_PVE_TOKEN",
-        )
-    match = re.fullmatch(r"([^\s!=:/@]+@[A-Za-z0-9][A-Za-z0-9._-]*)!([A-Za-z][A-Za-z0-9._-]*)", word.strip())
-    if match is None:
-        raise UsageFault(
-            "no name of a token", where=repr(word), next="say USER@REALM!NAME, for instance bot@pve!dflash"
-        )
-    return match.group(1), match.group(2)

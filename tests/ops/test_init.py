@@ -18,6 +18,7 @@ from dflash_ops.cli_inventory import _Asker, _place
 from dflash_ops.command import Command
 from dflash_ops.errors import ConfigError, HostKeyError, OpsError, PreflightError, UsageFault
 from dflash_ops.init import Said
+from dflash_ops.init_answers import name_of
 from dflash_ops.inventory import load
 from dflash_ops.inventory_tables import schema_text
 from dflash_ops.inventory_write import add_host
@@ -240,7 +241,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_name_is_made_of_an_address(address: str, name: str) -> None:
-    assert init._plain(address) == name
+    assert name_of(address) == name
 
 
 # -- the command

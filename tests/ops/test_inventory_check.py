@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import Box, Cli
 
-from dflash_ops import inventory_check, inventory_probe, inventory_view
+from dflash_ops import cli_inventory, inventory_check, inventory_probe, inventory_view
 from dflash_ops.checks import Check
 from dflash_ops.command import Command, Container, Host, Result
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.errors import ConfigError, NotFoundError, OpsError, PreflightError
 from dflash_ops.inventory import load, parse
 from dflash_ops.inventory_probe import Card, Cards, Inside
 from dflash_ops.shell import Shell
@@ -179,13 +179,15 @@ def run(cli: Cli, *words: str, code: int = 0) -> tuple[str, str]:
     return done.stdout.decode(), done.stderr.decode()
 
 
-def test_list_show_and_schema_are_printed(cli: Cli) -> None:
-    listed, _ = run(cli, "list")
-    assert "trainer *" in listed and str(cli.inventory) in listed
-    shown, _ = run(cli, "show", "trainer")
+def test_list_show_and_schema_are_printed(box: Box, capsys: pytest.CaptureFixture[str]) -> None:
+    cli_inventory.list_(box.inventory)
+    listed = capsys.readouterr().out
+    assert "trainer *" in listed and str(box.inventory) in listed
+    cli_inventory.show("trainer", box.inventory)
+    shown = capsys.readouterr().out
     assert "vmid = 200" in shown and 'via = "lxc-attach"  (default)' in shown
-    _, said = run(cli, "show", "trainr", code=8)
-    assert "nearest: trainer" in said
+    cli_inventory.schema()
+    assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
 
 
 def test_check_asks_every_host_and_ends_with_the_worst(box: Box, cli: Cli, silent: int) -> None:
@@ -249,19 +251,24 @@ def silent() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_check_takes_names_and_tells_the_file_alone(box: Box, cli: Cli) -> None:
-    out, _ = run(cli, "check")
+def test_check_takes_names_and_tells_the_file_alone(box: Box, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    cli_inventory.check(inventory=box.inventory)
+    out = capsys.readouterr().out
     assert "1 hosts, 1 containers" in out and "--connect" in out
+    with pytest.raises(NotFoundError, match="nothing is called 'nope'"):
+        cli_inventory.check(["nope"], inventory=box.inventory)
     box.inventory.write_text(box.inventory.read_text() + "gpus = [1, 0]\n")
     out, _ = run(cli, "check", "--connect", "trainer", code=6)
     assert "ok: python (trainer)" in out and "failure: GPUs (trainer)" in out and "mend it: gpus = [0, 1]" in out
-    _, said = run(cli, "check", "nope", code=8)
-    assert "nothing is called 'nope'" in said
     box.inventory.write_text('[hosts.a]\nadress = "x"\nport = "3"\n')
-    out, said = run(cli, "check", code=3)
-    assert out.count("\n") == 2 and f"{box.inventory}:2: hosts.a.adress" in out and "2 things are wrong" in said
-    out, _ = run(cli, "check", "--json", code=3)
-    assert [(it["line"], it["key"]) for it in json.loads(out)["faults"]] == [(2, "hosts.a.adress"), (3, "hosts.a.port")]
+    with pytest.raises(ConfigError, match="2 things are wrong"):
+        cli_inventory.check(inventory=box.inventory)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 2 and f"{box.inventory}:2: hosts.a.adress" in out
+    with pytest.raises(ConfigError):
+        cli_inventory.check(inventory=box.inventory, as_json=True)
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [(it["line"], it["key"]) for it in faults] == [(2, "hosts.a.adress"), (3, "hosts.a.port")]
 
 
 def test_a_host_that_says_nothing_hides_no_other(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
