@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import ssl
+import sys
 import threading
 import time
 import urllib.parse
@@ -104,7 +105,9 @@ class Server(ThreadingTCPServer):
             Redirect(request, client_address, self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away or does not like our certificate is no news."""
+        """A client that went away or does not like our certificate is no news; all else goes to the sandbox's log."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     def _context(self) -> ssl.SSLContext:
         kind = faults.read().certificate

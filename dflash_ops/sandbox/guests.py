@@ -40,7 +40,6 @@ def status(vmid: int, node: str) -> dict[str, Any]:
     """What a list of containers has of one."""
     config = dict(containers.read_config(vmid, node) or [])
     init = containers.init_of(vmid, node)
-    disk = os.statvfs(layout.ROOTS / str(vmid) / "rootfs")
     facts: dict[str, Any] = {
         "vmid": vmid,
         "status": "running" if init else "stopped",
@@ -52,7 +51,7 @@ def status(vmid: int, node: str) -> dict[str, Any]:
         "maxmem": int(config.get("memory", "512")) << 20,
         "swap": 0,
         "maxswap": int(config.get("swap", "512")) << 20,
-        "disk": (disk.f_blocks - disk.f_bfree) * disk.f_frsize if init else 0,
+        "disk": _used(vmid) if init else 0,
         "maxdisk": _size(config.get("rootfs", "")),
         "diskread": 0,
         "diskwrite": 0,
@@ -145,6 +144,11 @@ def fingerprint(node: str) -> str:
 def _size(rootfs: str) -> int:
     found = re.search(r"size=(\d+)([KMGT]?)", rootfs)
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2]] if found else 0
+
+
+def _used(vmid: int) -> int:
+    disk = os.statvfs(layout.ROOTS / str(vmid) / "rootfs")
+    return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
 
 def _charged(vmid: int) -> int:

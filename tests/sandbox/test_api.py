@@ -81,6 +81,15 @@ def test_a_config_has_numbers_raw_lines_and_a_digest(bot: ProxmoxAPI, client: Cl
     assert re.fullmatch("[0-9a-f]{40}", config["digest"]) and config["digest"] != before["digest"]
 
 
+def test_a_config_alone_makes_a_container_that_is_stopped(bot: ProxmoxAPI, client: Client) -> None:
+    client.run("printf 'memory: 16\nlock: migrate\n' > /etc/pve/lxc/300.conf")
+    rows = {row["vmid"]: row for row in bot.nodes("pve").lxc.get()}
+    client.run("rm /etc/pve/lxc/300.conf")
+    assert {name: rows[300][name] for name in ("name", "status", "lock", "maxmem", "maxdisk", "disk")} == {
+        **{"name": "CT300", "status": "stopped", "lock": "migrate", "maxmem": 16 << 20, "maxdisk": 0, "disk": 0}
+    }
+
+
 def test_gpus_stand_in_configs_in_both_ways(bot: ProxmoxAPI) -> None:
     entries, by_hand = (bot.nodes("pve").lxc(vmid).config.get() for vmid in (200, 201))
     assert re.fullmatch(r"/dev/nvidia0,mode=0666", entries["dev0"]) and by_hand["unprivileged"] == 1
