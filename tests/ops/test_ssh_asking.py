@@ -158,7 +158,7 @@ def test_ctrl_c_ends_the_program_with_its_echo_back(world: World) -> None:
 def test_an_empty_one_passes_over_the_key(world: World, soaked: None) -> None:
     key = make_key(world.folder / "open")
     world.gate.authorize(key)
-    file = config(world, "IdentityFile {dir}/open; ")
+    file = config(world, "IdentityFile {dir}/locked; IdentityFile {dir}/open; ")
     with Typed(file, "gate") as typed:  # a key that needs none is tried first
         typed.see("I am root")
         assert typed.ends() == 0 and PROMPT not in typed.screen
