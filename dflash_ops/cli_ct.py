@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dflash_ops.containers import Changed, ContainerStatus, OnRuns
     from dflash_ops.discover import Added, Discovery
     from dflash_ops.inventory import Inventory
+    from dflash_ops.proxmox_values import Snapshot
     from dflash_ops.snapshots import Lost
 
 app = typer.Typer(
@@ -147,7 +148,7 @@ def snapshots(target: Target = None, inventory: InventoryFile = None, as_json: J
         if not listed.snapshots:
             render.say(f"no snapshots of {listed.container}; dflash-ops ct snapshot makes one")
             return
-        rows = [(it.name, _moment(it.created_at), it.description) for it in listed.snapshots]
+        rows = [(it.name, _moment(it), it.description) for it in listed.snapshots]
         render.table(("SNAPSHOT", "MADE", "FOR"), rows, spare=("FOR",))
 
     render.show(listed, as_json=as_json, people=people)
@@ -250,7 +251,7 @@ def _show_changed(done: "Changed", as_json: bool) -> None:
 
 def _tell(losing: "Lost", vmid: int, say: "Callable[[str], None]") -> None:
     """What going back would lose, a line each."""
-    since = f"since {_moment(losing.snapshot.created_at)}"
+    since = f"since {_moment(losing.snapshot)}"
     say(f"going back to snapshot {losing.snapshot.name} loses everything written in container {vmid} {since}")
     for what, names in (
         ("run", losing.runs),
@@ -298,8 +299,9 @@ def _show_added(added: "Sequence[Added]", file: Path) -> None:
         render.say(f"[hosts.{host}] is new: correct its address if `ssh {host}` does not lead there")
 
 
-def _moment(seconds: int | None) -> str:
-    return "-" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+def _moment(it: "Snapshot") -> str:
+    """When it was made, by the clock on the wall here."""
+    return f"{datetime.fromtimestamp(it.moment):%Y-%m-%d %H:%M:%S}" if it.created_at else "-"
 
 
 def _span(seconds: int) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
 Method = Literal["get", "post", "delete"]
@@ -75,12 +76,17 @@ class ClusterContainer:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """created_at: seconds since 1970, by the node's clock; parent: the snapshot before it."""
+    """created_at: RFC 3339, by the node's clock; parent: the snapshot before it."""
 
     name: str
-    created_at: int | None
+    created_at: str | None
     description: str
     parent: str | None
+
+    @property
+    def moment(self) -> int:
+        """created_at as seconds since 1970; 0 when it is not known."""
+        return int(datetime.fromisoformat(self.created_at).timestamp()) if self.created_at else 0
 
 
 def containers(resources: object) -> list[ClusterContainer]:
@@ -114,14 +120,21 @@ def snapshots(listed: object) -> list[Snapshot]:
     found = [
         Snapshot(
             name=str(it["name"]),
-            created_at=int(it["snaptime"]) if it.get("snaptime") is not None else None,
+            created_at=_rfc3339(it.get("snaptime")),
             description=str(it.get("description") or "").strip(),
             parent=str(it["parent"]) if it.get("parent") else None,
         )
         for it in _records(listed)
         if it.get("name") not in (None, "current")
     ]
-    return sorted(found, key=lambda it: (it.created_at or 0, it.name))
+    return sorted(found, key=lambda it: (it.moment, it.name))
+
+
+def _rfc3339(seconds: object) -> str | None:
+    try:
+        return f"{datetime.fromtimestamp(int(str(seconds)), UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def log_lines(answer: object) -> list[tuple[int, str]]:

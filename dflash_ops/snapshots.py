@@ -163,7 +163,7 @@ def _named(container: Container, found: Found, name: str) -> tuple[Snapshot, lis
 
 def _lost(shell: Shell, container: Container, found: Found, name: str, also: Sequence[Container]) -> Lost:
     wanted, every = _named(container, found, name)
-    newer = tuple(it.name for it in every if (it.created_at or 0) > (wanted.created_at or 0))
+    newer = tuple(it.name for it in every if it.moment > wanted.moment)
     if not found.running:
         return Lost(str(container), wanted, known=False, newer_snapshots=newer)
     if not found.here:
@@ -172,7 +172,7 @@ def _lost(shell: Shell, container: Container, found: Found, name: str, also: Seq
         )
     seen: dict[str, list[str]] = {}
     for place in containers.places(container, also):
-        parameters = {"path": place.path, "since": wanted.created_at or 0}
+        parameters = {"path": place.path, "since": wanted.moment}
         reply = answer(shell.run(place, bundle.command(place.python, "since", parameters), timeout=_LOOK_SECONDS))
         for key in ("live", "runs", "checkpoints", "releases", "environments"):
             seen.setdefault(key, []).extend(reply[key])

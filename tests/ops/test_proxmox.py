@@ -1,6 +1,7 @@
 """Proxmox VE's answers and refusals, row by row, through proxmoxer and through pvesh."""
 
 import contextlib
+import json
 import re
 from collections.abc import Generator
 from dataclasses import replace
@@ -97,11 +98,11 @@ def test_both_ways_give_the_same_answers(sandbox: SandboxState, shell: Shell) ->
 
 
 def _lasting(answer: Any) -> Any:
-    """Without what changes from one moment to the next."""
+    """Without what changes from one moment to the next, and in one order."""
     if isinstance(answer, dict):
         moving = {"uptime", "cpu", "mem", "disk", "netin", "netout", "diskread", "diskwrite", "loadavg", "running"}
         return {key: _lasting(it) for key, it in answer.items() if key not in moving and "pressure" not in key}
-    return [_lasting(it) for it in answer] if isinstance(answer, list) else answer
+    return sorted((_lasting(it) for it in answer), key=json.dumps) if isinstance(answer, list) else answer
 
 
 CT = ("nodes", "pve", "lxc")
@@ -315,6 +316,17 @@ def test_a_missing_right_is_named_with_the_commands_that_give_it(
     ):
         https.get(*call.path) if call.method == "get" else https.run(call, "it")
     assert "--users viewer@pve --roles" in str(caught.value) and "--tokens 'viewer@pve!audit'" in str(caught.value)
+
+
+def test_somebody_elses_task_needs_a_right_on_the_node(sandbox: SandboxState, shell: Shell) -> None:
+    with proxmox.connect(shell, by_api(sandbox, "root@pam!full")) as root:
+        made = post("nodes", "pve", "lxc", 202, "snapshot", snapname="theirs")
+        upid = root.run(made, "the snapshot").upid.text
+        root.run(proxmox.delete("nodes", "pve", "lxc", 202, "snapshot", "theirs"), "removing it")
+    with proxmox.connect(shell, by_api(sandbox, "viewer@pve!audit")) as https:
+        for word in ("status", "log"):
+            with pytest.raises(PreflightError, match=r"lacks Sys.Audit on /nodes/pve"):
+                https.get("nodes", "pve", "tasks", upid, word)
 
 
 def test_the_commands_that_are_named_do_mend_it(sandbox: SandboxState, shell: Shell) -> None:

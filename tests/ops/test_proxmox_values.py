@@ -89,6 +89,20 @@ def test_no_answer_of_another_shape_ends_in_a_traceback(answer: Any) -> None:
     proxmox_values.rights_on_containers(answer)
 
 
+def test_snapshots_come_oldest_first_with_their_time() -> None:
+    listed = [
+        {"name": "current", "description": "You are here!", "parent": "b"},
+        {"name": "b", "snaptime": 1796002553, "description": "x\n", "parent": "a"},
+        {"name": "a", "snaptime": 1796002552},
+        {"name": "odd", "snaptime": "soon"},
+    ]
+    found = proxmox_values.snapshots(listed)
+    assert [(it.name, it.created_at, it.moment) for it in found] == [
+        ("odd", None, 0), ("a", "2026-11-30T01:35:52Z", 1796002552), ("b", "2026-11-30T01:35:53Z", 1796002553),
+    ]  # fmt: skip
+    assert (found[2].description, found[2].parent, found[1].parent) == ("x", "a", None)
+
+
 # -- GPUs
 
 
