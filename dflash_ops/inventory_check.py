@@ -71,6 +71,8 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
             raise
         return (Check("host", str(host), "failure", error.line(), error.next or None),)
     found = [Check("host", str(host), "ok", f"answers; {len(listed)} containers")]
+    if host.api is not None:
+        found.append(_api(shell, host))
     cards: Cards | None = None
     if any(container.gpus for container in containers.values()):
         cards = shell.ask(host, probe.cards(), timeout=_SECONDS)
@@ -90,6 +92,22 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
             continue
         found += judge(name, container, cards, seen)
     return tuple(found)
+
+
+def _api(shell: Shell, host: Host) -> Check:
+    """Whether the host's API answers to the token."""
+    from dflash_ops import proxmox
+
+    assert host.api is not None
+    try:
+        with proxmox.connect(shell, host) as api:
+            version = api.get("version").get("version", "unknown")
+    except OpsError as error:
+        return Check("API", str(host), "failure", error.line(), error.next or None)
+    if api.by_pvesh:
+        fix = f"put the token's secret into {host.api.token_env}, or name a file of mode 0600 as `token_file`"
+        return Check("API", str(host), "note", f"version {version}, by pvesh over ssh: there is no token here", fix)
+    return Check("API", str(host), "ok", f"version {version}, as {host.api.user}!{host.api.token_name}")
 
 
 def _outside(name: str, container: Container, there: Listed | None, listed: Sequence[Listed]) -> list[Check]:

@@ -192,6 +192,13 @@ def test_list_show_and_schema_are_printed(box: Box, capsys: pytest.CaptureFixtur
 
 def test_check_asks_every_host_and_ends_with_the_worst(box: Box, cli: Cli, silent: int) -> None:
     state = box.sandbox
+    reached = f"""
+address = "{box.host.address}"
+port = {box.host.port}
+user = "root"
+key = "{box.host.key}"
+known_hosts = "{box.host.known_hosts}"
+"""
     box.inventory.write_text(
         f"""
 [hosts.box]
@@ -199,6 +206,15 @@ sandbox = "{state.name}"
 [hosts.dead]
 address = "127.0.0.1"
 port = {silent}
+[hosts.tokenless]{reached}[hosts.tokenless.api]
+user = "bot@pve"
+token_name = "ops"
+[hosts.broken]{reached}[hosts.broken.api]
+port = {silent}
+user = "bot@pve"
+token_name = "ops"
+token_file = "token"
+ca = "{state.api_ca}"
 [containers.good]
 host = "box"
 vmid = 200
@@ -225,17 +241,23 @@ host = "box"
 vmid = 999
 """
     )
+    token = box.inventory.parent / "token"
+    token.write_text("5f1a3c0e-9d7b-4b0e-8f5e-0123456789ab")
+    token.chmod(0o600)
     out, _ = run(cli, "check", "--connect", "--json", code=4)
+    assert "5f1a3c0e" not in out
     found = json.loads(out)
     assert [(it["host"], it["exit_code"]) for it in found["unreached"]] == [("dead", 4)] and not found["ok"]
     levels = {(it["where"], it["name"]): it["level"] for it in found["checks"]}
+    evidence = {(it["where"], it["name"]): it["evidence"] for it in found["checks"]}
+    assert levels["box", "API"] == "ok" and levels["broken", "API"] == "failure"
+    assert levels["tokenless", "API"] == "note" and "by pvesh" in evidence["tokenless", "API"]
     assert {name for (where, name), level in levels.items() if where == "good" and level == "ok"} == {
         "container", "python", "path", "GPUs",
     }  # fmt: skip
     assert {name for (where, name), level in levels.items() if where == "wrong" and level == "failure"} == {
         "python", "path", "user", "GPUs",
     }  # fmt: skip
-    evidence = {(it["where"], it["name"]): it["evidence"] for it in found["checks"]}
     assert "is stopped" in evidence["stopped", "container"] and "no container 999" in evidence["missing", "container"]
     assert levels["full", "path"] == "failure" and "/proc/" in evidence["full", "path"]
     with Shell() as shell:
