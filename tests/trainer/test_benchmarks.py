@@ -1,0 +1,73 @@
+"""The speed benchmarks run, with tiny shapes; what they measure only a GPU tells."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import switches
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(name: str, *words: str) -> Any:
+        out = tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys, "argv", [name, "--quick", *words, "--out", str(out)])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        return json.loads(out.read_text())
+
+    before = switches.chosen()
+    yield run
+    switches.choose(before)
+
+
+def test_the_draft_step(run: Any) -> None:
+    found = run("draft_step", "--variant", "old=", "--variant", "new=draft_working", "--steps", "1")
+    for kind, documents in (("one", 1), ("packed", 4)):
+        rows = found["rows"][kind]
+        assert rows["documents"] == documents and {"old", "new"} <= set(rows)
+        assert rows["new"]["tokens_per_s"] == pytest.approx(256_000 / rows["new"]["ms"]["median"], rel=0.01)
+    assert set(found["mask"]) == {"old", "new"} and {"gpu", "cpu"} & set(found["where"])
+
+
+def test_the_growth(run: Any) -> None:
+    found = run("draft_step", "--growth", "--steps", "1")["growth"]
+    assert [(one["row_tokens"], one["anchors"]) for one in found] == [(128, 8), (128, 16), (256, 8), (256, 16)]
+    assert found[0]["tflops_over_the_first"] == 1
+
+
+def test_the_parts(run: Any) -> None:
+    found = run("parts", "attention", "head", "update", "mask")
+    tried = [one for name, one in found["attention"].items()]
+    assert len(tried) > 20 and not [one for one in tried if "failed" in one]
+    assert len(found["head"]) == 3 and len(found["update"]) == 2 and len(found["mask"]) >= 2
+
+
+NEW = ("--variant", "old=", "--variant", "new=target_compiled,target_fused,draft_working")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
+def test_the_features_and_the_trainer(run: Any) -> None:
+    found = run("pipeline", "features", "trainer", *NEW)
+    for kind in ("one", "packed"):
+        assert set(found["features"][kind]) == {"transformers", "old", "new"}
+        assert max(found["features"][kind]["new"]["moved_from_the_first"]) < 1e-3
+        assert found["trainer"]["new"][kind]["held_back_by"]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
+def test_what_records_and_checkpoints_cost(run: Any, soak: bool) -> None:
+    if not soak:
+        pytest.skip("four trainings: with --soak")
+    overhead = run("pipeline", "overhead", *NEW)["overhead"]
+    assert overhead["saved and measured"]["of_a_run"] and "logging_costs" in overhead
