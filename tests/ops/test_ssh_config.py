@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openssh import fingerprint, make_key, need, public
 
-from dflash_ops import known_hosts
+from dflash_ops import known_hosts, ssh_keys
 from dflash_ops.errors import ConfigError
 from dflash_ops.ssh_config import Here, Hop, Jump, Settings, hop, parse, parse_jumps, route
 
@@ -174,6 +174,36 @@ def test_the_way() -> None:
             way(circle)
     with pytest.raises(ConfigError, match="goes round in a circle"):
         way({"box": "proxyjump " + ",".join(f"h{number}" for number in range(30))})
+
+
+# -- keys
+
+
+@pytest.mark.parametrize("form", ["RFC4716", "PEM", "PKCS8"])
+@pytest.mark.parametrize("kind", ["ed25519", "ecdsa", "rsa"])
+def test_private_keys_of_every_format(tmp_path: Path, kind: str, form: str, soak: bool) -> None:
+    """Locked and open ones; the public half is known of some without their passphrase."""
+    need("ssh-keygen")
+    if not soak and (kind, form) not in (("ed25519", "RFC4716"), ("rsa", "PEM"), ("ecdsa", "PKCS8")):
+        pytest.skip("some bcrypts: with --soak")
+    open_key, locked = make_key(tmp_path / "open", kind), tmp_path / "locked"
+    locked.write_bytes(open_key.read_bytes())
+    locked.chmod(0o600)
+    for key, passphrase in ((open_key, ""), (locked, "sesame")):
+        words = ("ssh-keygen", "-q", "-p", "-m", form, "-P", "", "-N", passphrase, "-f", str(key))
+        subprocess.run(words, check=True, capture_output=True)
+        assert ssh_keys._is_locked(key) == bool(passphrase)
+    blob = ssh_keys.public_blob(open_key)
+    assert ssh_keys._private(open_key, None).asbytes() == blob
+    assert ssh_keys._private(locked, b"sesame").asbytes() == blob
+    with pytest.raises(TypeError):
+        ssh_keys._private(locked, None)
+    with pytest.raises(ValueError):
+        ssh_keys._private(locked, b"wrong")
+    is_openssh = "OPENSSH" in locked.read_text()
+    assert ssh_keys.public_blob(locked) == (blob if is_openssh else None)  # there is no locked.pub
+    (tmp_path / "open.pub").unlink()
+    assert ssh_keys.public_blob(open_key) == (blob if is_openssh else None)
 
 
 # -- known_hosts
