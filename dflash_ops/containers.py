@@ -223,22 +223,27 @@ def change(container: Container, found: Found, did: str, verb: str, on_log: OnLo
     if did != "rebooted" and found.running == wants_running:
         return Changed(str(container), did, False, found.node, 0.0, 0)
     doing = {"started": "starting", "stopped": "shutting down", "killed": "killing", "rebooted": "rebooting"}[did]
+    doing = f"{doing} container {found.vmid}"
+    on_log(doing)
     seconds = _TASK_SECONDS + parameters.get("timeout", 0)
     warnings = 0
     try:
-        task = found.api.run(
-            post(*found.path("status", verb), **parameters),
-            f"{doing} container {found.vmid}",
-            on_log=on_log,
-            seconds=seconds,
-        )
-        warnings = task.warnings
+        warnings = found.api.run(
+            post(*found.path("status", verb), **parameters), doing, on_log=on_log, seconds=seconds
+        ).warnings
     except OpsError:
-        # Somebody else was quicker.
-        if did == "rebooted" or again(found).running != wants_running:
+        # Somebody else was quicker, or the answer was lost.
+        if did == "rebooted" or not _is_so(found, wants_running):
             raise
     _settle(container, found, wants_running, did)
     return Changed(str(container), did, True, found.node, time.monotonic() - begun, warnings)
+
+
+def _is_so(found: Found, running: bool) -> bool:
+    try:
+        return again(found).running == running
+    except OpsError:
+        return False
 
 
 def _settle(container: Container, found: Found, wants_running: bool, did: str) -> None:

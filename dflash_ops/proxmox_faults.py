@@ -46,7 +46,7 @@ def refused(asked: Asked, call: Call, status: int, message: str, errors: object 
     """What an HTTP status of 400 and above means. message: the reason phrase; errors: those of single parameters."""
     message = message.strip()
     if status == 401:
-        return _unknown_token(asked)
+        return _unknown_token(asked, message)
     if (found := _FORBIDDEN.search(message)) is not None or status == 403:
         return _forbidden(asked, call, found, message)
     if (found := _NO_CONFIG.search(message)) is not None:
@@ -223,13 +223,14 @@ def not_the_api(asked: Asked, call: Call, why: str) -> OpsError:
     )
 
 
-def _unknown_token(asked: Asked) -> UnreachableError:
+def _unknown_token(asked: Asked, message: str) -> UnreachableError:
     who = asked.who or "no token"
     user, _, name = who.partition("!")
     return UnreachableError(
         f"the API does not know the token {who}",
         where=asked.where,
-        why="401: no such token, another secret, or expired, or its user is disabled; the API does not say which",
+        why=f"401 {message or 'and not a word more'}: no such token, or another secret, or one of them is expired or "
+        "disabled",
         next=f"on the host: pveum user token list {user}; a new secret: pveum user token remove {user} {name}; "
         f"pveum user token add {user} {name}",
     )

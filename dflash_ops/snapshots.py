@@ -128,6 +128,7 @@ def rollback(
         found = containers.find(api, container.vmid)
         losing = _lost(shell, container, found, name, also)
         doing = f"going back to the snapshot {name} of container {found.vmid}"
+        on_log(doing)
         api.run(post(*found.path("snapshot", name, "rollback")), doing, on_log=on_log, seconds=_TASK_SECONDS)
         if found.running:
             containers.change(container, containers.again(found), "started", "start", on_log)

@@ -11,6 +11,7 @@ import pytest
 import stand_in
 from click.testing import Result
 from conftest import Cli
+from stand_in import retry_until
 from test_proxmox import by_api, by_ssh, changed_config, wrong
 from typer.testing import CliRunner
 
@@ -19,6 +20,7 @@ from dflash_ops.command import Command, Container
 from dflash_ops.errors import (
     BusyError,
     CancelledError,
+    LinkLostError,
     NotFoundError,
     OpsError,
     PreflightError,
@@ -97,7 +99,9 @@ def status_by_pct(shell: Shell, sandbox: SandboxState) -> str:
 def test_from_stopped_to_running_and_back(
     place: Container, inventory: Path, shell: Shell, sandbox: SandboxState, way: str
 ) -> None:
-    assert ct(inventory, "start").stdout.startswith("box / container 202 started on node pve, ")
+    started = ct(inventory, "start")
+    assert started.stdout.startswith("box / container 202 started on node pve, ")
+    assert started.stderr.startswith("starting container 202\n")
     assert status_by_pct(shell, sandbox) == "status: running"
     found = json.loads(ct(inventory, "status", "--json").stdout)
     assert (found["status"], found["here"], found["node"], found["lock"]) == ("running", True, "pve", None)
@@ -154,6 +158,21 @@ def test_a_start_that_does_nothing_is_not_taken_for_one(
     monkeypatch.setattr(proxmox.Proxmox, "run", lambda *_, **__: proxmox.Task(None, 0, ()))  # type: ignore[arg-type]
     with pytest.raises(OpsError, match="container 202 is not running, though its task went well"):
         containers.start(shell, place)
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_an_answer_that_was_lost(place: Container, inventory: Path, sandbox: SandboxState) -> None:
+    asked = containers.again
+
+    def later(found: containers.Found) -> containers.Found:
+        return retry_until(lambda: it if (it := asked(found)).running else None)
+
+    with pytest.MonkeyPatch.context() as patch, wrong(sandbox, dies="POST .*"):
+        patch.setattr(containers, "again", later)  # it is done, and nobody hears of it
+        assert "202 started on node pve" in ct(inventory, "start").stdout
+        patch.setattr(containers, "again", lambda found: found)
+        with pytest.raises(LinkLostError, match="broke off while it answered POST"):
+            ct(inventory, "stop")
 
 
 @pytest.fixture
