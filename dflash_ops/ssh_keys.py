@@ -67,7 +67,7 @@ class Agent(AgentSSH):  # pyright: ignore[reportUntypedBaseClass]
 
     def __init__(self, path: str, seconds: float) -> None:
         super().__init__()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._line = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(min(seconds, _AGENT_SECONDS))
             connection.connect(path)
@@ -78,6 +78,9 @@ class Agent(AgentSSH):  # pyright: ignore[reportUntypedBaseClass]
             raise
 
     def close(self) -> None:
+        """Ends the connection to the agent, and with it the waiting of whoever asks for a signature."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._line.shutdown(socket.SHUT_RDWR)
         super()._close()  # pyright: ignore[reportAttributeAccessIssue]
 
 

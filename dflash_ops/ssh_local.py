@@ -44,7 +44,7 @@ def _words(jump: Jump, file: Path | None) -> tuple[str, ...]:
 
 
 class Question:
-    """A running `ssh -G`, begun at once; `answer` waits for it. `missing`: there is no ssh here, or one without -G."""
+    """A running `ssh -G`, begun at once; `answer` waits for it, `end` ends it."""
 
     def __init__(self, jump: Jump, file: Path | None) -> None:
         self._jump, self._file = jump, file
@@ -65,7 +65,6 @@ class Question:
         try:
             out, err = self._process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            self.end()
             raise ConfigError(
                 f"`ssh -G` gave no answer within {seconds:g} s",
                 where=self._jump.name,

@@ -1,8 +1,10 @@
 """Links that stall, while they are made and afterwards: nothing waits without a bound, and what was started ends."""
 
+import base64
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from openssh import Sshd, make_key, need
+from openssh import Sshd, make_key, need, public
 from paramiko.common import MSG_CHANNEL_SUCCESS
 from ssh_world import RELAY, World, who
 
@@ -59,11 +61,16 @@ def lives(pid: int) -> bool:
 
 
 class Mute:
-    """Accepts connections, says `words`, and then nothing."""
+    """Accepts connections on a port, or at a path; says `words`, and then nothing."""
 
-    def __init__(self, words: bytes) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listener.getsockname()[1]
+    def __init__(self, words: bytes, path: Path | None = None) -> None:
+        if path is None:
+            self.listener = socket.create_server(("127.0.0.1", 0))
+            self.port: int = self.listener.getsockname()[1]
+        else:
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(str(path))
+            self.listener.listen()
         self._words, self._open = words, list[socket.socket]()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -142,15 +149,32 @@ def test_a_host_that_takes_long_to_let_us_in(tmp_path: Path, monkeypatch: pytest
 def test_an_agent_that_hangs_is_passed_over(servers: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dflash_ops.ssh_keys._AGENT_SECONDS", 0.2)
     path = Path("/tmp") / f"dflash-agent-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as agent:
-        agent.bind(str(path))
-        agent.listen()
-        try:
+    try:
+        with closing(Mute(b"", path)):
             assert who(servers.alias(f"IdentityAgent {path}")) == "root"
             with pytest.raises(UnreachableError, match=f"the agent at {path} gave no answer"):
                 who(servers.alias(f"IdentityAgent {path}; IdentityFile none"))
-        finally:
-            path.unlink()
+    finally:
+        path.unlink()
+
+
+def test_an_agent_that_never_signs(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a touch, say, that nobody gives."""
+    hurry(monkeypatch, "log_in")
+    blob = base64.b64decode(public(servers.key("id")).split()[1])
+    listed = b"\x0c" + struct.pack(">II", 1, len(blob)) + blob + struct.pack(">I", 2) + b"me"
+    path = Path("/tmp") / f"dflash-signs-{os.getpid()}"
+    before = set(threading.enumerate())
+    try:
+        with (
+            closing(Mute(struct.pack(">I", len(listed)) + listed, path)),
+            pytest.raises(UnreachableError, match=r"no answer to me \(in the agent\) within 30 s"),
+        ):
+            who(servers.alias(f"IdentityAgent {path}; IdentityFile none"), timeout=30)
+        # Nobody is left behind in its wait.
+        until(lambda: not any(isinstance(each, paramiko.Transport) for each in set(threading.enumerate()) - before))
+    finally:
+        path.unlink()
 
 
 def test_a_match_exec_that_hangs(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:

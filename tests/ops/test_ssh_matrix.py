@@ -7,6 +7,7 @@ says nothing of us.
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from ssh_rows import CROWD, IN, OUT, Refusal, Row
 from ssh_world import World, make_world, who
 
 from dflash_ops import ssh
+from dflash_ops.command import Command, Host
 from dflash_ops.errors import HostKeyError
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +136,30 @@ def test_the_command_for_an_unknown_key_adds_exactly_that_key(world: World) -> N
         subprocess.run(("sh", "-c", caught.value.next.rpartition("then: ")[2]), check=True)
     assert who(host) == "root"
     assert len((world.folder / "mine").read_text().split("\n")) == 3
+
+
+def test_what_the_inventory_says_wins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = world.alias("Port 1; User nobody; IdentityFile {dir}/stranger; UserKnownHostsFile {dir}/empty")
+    assert host.ssh_config is not None
+    mine = replace(host, port=world.target.port, user="joe", key=world.key("id"), known_hosts=world.key("known_hosts"))
+    assert who(mine) == "joe"
+    # A file for all hosts, by the environment; a host's own comes before it.
+    world.alias("User joe")
+    monkeypatch.setenv("DFLASH_OPS_SSH_CONFIG", str(host.ssh_config))
+    assert who(Host("box", "box")) == "joe"
+    (world.folder / "other").write_text(host.ssh_config.read_text().replace("User joe", "User root"))
+    assert who(Host("box", "box", ssh_config=world.folder / "other")) == "root"
+    assert ssh.hostname(Host("box", "box")) == "127.0.0.1"
+
+
+def test_the_sandboxs_server_is_one_of_them(sandbox: SandboxState, world: World, shell: Shell) -> None:
+    """As a host, and as the jump before one."""
+    known = f"UserKnownHostsFile {sandbox.known_hosts} {{dir}}/known_hosts; IdentityFile {sandbox.key}"
+    data = bytes(range(256)) * 400
+    for config in ("Host box; Port {port}", "Host gate; Port {port}; Host box; ProxyJump gate"):
+        key = world.key("id") if "gate" in config else sandbox.key
+        host = world.alias(f"{known}; IdentityFile {key}; {config.format(port=sandbox.port)}")
+        assert shell.run(replace(host, name=config), Command(("cat",), stdin=data)).out == data
 
 
 def test_the_address_that_we_come_from(world: World) -> None:
