@@ -23,7 +23,7 @@ class Process(Protocol):
     """A running command: dflash_ops.ssh.RemoteProcess or dflash_ops.shell.LocalProcess."""
 
     def read(self, seconds: float) -> tuple[bytes, bytes, bool]: ...
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes, seconds: float | None = None) -> None: ...
     def close_stdin(self) -> None: ...
     def code(self, seconds: float) -> int | None: ...
     def end(self) -> None: ...
@@ -40,9 +40,15 @@ class Conversation:
         self._speaking = threading.Lock()  # what two threads say does not mix
 
     def say(self, data: bytes) -> None:
-        """Sends bytes. An ended command is not an error here: the next `hear` says how it ended."""
-        with self._speaking, contextlib.suppress(OSError):
-            self._process.write(data)
+        """Sends bytes. An ended command is not an error here: the next `hear` says how it ended. TimedOutError when it
+        does not read them."""
+        with self._speaking:
+            try:
+                self._process.write(data, self._timeout)
+            except TimeoutError:
+                raise timed_out(self._place, self._command, self._timeout) from None
+            except OSError:
+                return
 
     def speaks(self) -> bool:
         """Waits for its first words; False when it ended without any on stdout."""
@@ -83,8 +89,9 @@ class Conversation:
         done = threading.Event()
 
         def beat() -> None:
-            while not done.wait(_BEAT_SECONDS):
-                self.say(b"\n")
+            with contextlib.suppress(TimedOutError):  # whoever talks with it hears of that
+                while not done.wait(_BEAT_SECONDS):
+                    self.say(b"\n")
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

@@ -29,8 +29,8 @@ class Framed:
             raise self._refused()
         return out, err, ended
 
-    def write(self, data: bytes) -> None:
-        self._process.write(data)
+    def write(self, data: bytes, seconds: float | None = None) -> None:
+        self._process.write(data, seconds)
 
     def close_stdin(self) -> None:
         self._process.close_stdin()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import selectors
 import subprocess
 
@@ -35,10 +36,13 @@ class LocalProcess:
                 self._selector.unregister(key.fileobj)
         return got[self._out], got[self._err], not self._selector.get_map()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, seconds: float | None = None) -> None:
+        """Blocks while the command does not read, at most `seconds` (TimeoutError)."""
         view = memoryview(data)
         while view:
-            view = view[self._stdin.write(view) or 0 :]
+            if not select.select([], [self._stdin], [], seconds)[1]:
+                raise TimeoutError
+            view = view[self._stdin.write(view[: select.PIPE_BUF]) or 0 :]
 
     def close_stdin(self) -> None:
         with contextlib.suppress(OSError):  # it has ended already
