@@ -166,13 +166,11 @@ def test_an_agent_that_never_signs(servers: World, monkeypatch: pytest.MonkeyPat
     path = Path("/tmp") / f"dflash-signs-{os.getpid()}"
     before = set(threading.enumerate())
     try:
-        with (
-            closing(Mute(struct.pack(">I", len(listed)) + listed, path)),
-            pytest.raises(UnreachableError, match=r"no answer to me \(in the agent\) within 30 s"),
-        ):
-            who(servers.alias(f"IdentityAgent {path}; IdentityFile none"), timeout=30)
-        # Nobody is left behind in its wait.
-        until(lambda: not any(isinstance(each, paramiko.Transport) for each in set(threading.enumerate()) - before))
+        with closing(Mute(struct.pack(">I", len(listed)) + listed, path)):
+            with pytest.raises(UnreachableError, match=r"no answer to me \(in the agent\) within 30 s"):
+                who(servers.alias(f"IdentityAgent {path}; IdentityFile none"), timeout=30)
+            # Nobody is left behind in its wait.
+            until(lambda: not any(isinstance(each, paramiko.Transport) for each in set(threading.enumerate()) - before))
     finally:
         path.unlink()
 
