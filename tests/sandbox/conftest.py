@@ -4,6 +4,8 @@ import os
 from collections.abc import Generator
 
 import pytest
+from api_client import connect
+from proxmoxer import ProxmoxAPI
 from sandbox_client import Client
 
 from dflash_ops import sandbox
@@ -24,3 +26,15 @@ def proxmox() -> Generator[SandboxState]:
 def client(proxmox: SandboxState) -> Generator[Client]:
     with Client(proxmox) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def bot(proxmox: SandboxState) -> ProxmoxAPI:
+    """The API as the user that dflash-ops is meant to be."""
+    return connect(proxmox)
+
+
+@pytest.fixture(scope="session")
+def root(proxmox: SandboxState) -> ProxmoxAPI:
+    """The API with all rights."""
+    return connect(proxmox, "root@pam!full")
