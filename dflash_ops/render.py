@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from dflash_ops.errors import OpsError
 
@@ -128,7 +128,16 @@ def clean(text: str) -> str:
     )
 
 
+@runtime_checkable
+class _Document(Protocol):
+    """A value that says itself what its JSON is."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, _Document):
+        return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from dflash_ops import render, ssh_ask
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
-from dflash_ops.many import Board, Outcome
+from dflash_ops.many import Board, Interrupted, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -159,6 +159,8 @@ def _doing(row: _Row) -> str:
 
 
 def _result(error: OpsError | None) -> str:
+    if isinstance(error, Interrupted):
+        return "interrupted"
     return "done" if error is None else f"failed ({error.exit_code})"
 
 

@@ -227,7 +227,7 @@ def test_ctrl_c_says_what_was_done_where() -> None:
         "last None interrupted (last / container 200): it was at: asking last; it goes on there 130",
         "never None not begun: Ctrl-C came before (never / container 200) 130",
     ]
-    assert done.stderr == "last: failed (130), 0.0 s\n"
+    assert done.stderr == "last: interrupted, 0.0 s\n"
 
 
 # -- what is shown
