@@ -1,6 +1,7 @@
 """Tells what lxc-attach and pct say when they can't enter a container from what its programs say, and why they can't.
 Pure."""
 
+import re
 from collections.abc import Callable
 
 from dflash_ops.command import Command, Container, Result
@@ -21,6 +22,7 @@ class Gate:
             self._on_err(data)
             return
         self.held += data
+        self.held = bytearray(without_warning(self.held))
         if not self._may_be_theirs():
             self._decided = True
             self._on_err(bytes(self.held))
@@ -33,11 +35,19 @@ class Gate:
         return any(why in line for why in _ATTACH_REASONS) or not (ended or len(line) > _LONGEST_ATTACH_LINE)
 
 
+# What a sudo says that does not find its own host's name; it works all the same.
+_WARNING = b"sudo: unable to resolve host "
+
 # How lxc-attach and pct begin the line that says why they could not enter, which reasons they have, and within how many
 # bytes a reason has come.
-_ATTACH_WORDS = (b"lxc-attach: ", b"container '", b"Configuration file '")
+_ATTACH_WORDS = (b"lxc-attach: ", b"container '", b"Configuration file '", _WARNING)
 _ATTACH_REASONS = (b"init pid", b"not running!", b"does not exist")
 _LONGEST_ATTACH_LINE = 200
+
+
+def without_warning(err: bytes | bytearray) -> bytes:
+    """stderr without the lines in which sudo says that it does not find its own host's name."""
+    return re.sub(rb"(?m)^%b.*\n" % _WARNING, b"", err)
 
 
 def never_entered(result: Result) -> bool:

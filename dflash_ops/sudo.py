@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from dflash_ops.command import LXC_ATTACH, PCT, Command, Container, Host, Result, Sudo
 from dflash_ops.errors import PreflightError
+from dflash_ops.gate import without_warning
 
 # One question for all that there is to know. A refused `sudo -n -l` is no incident in the host's logs, a try would be.
 QUESTION = Command(
@@ -33,7 +34,7 @@ def read(result: Result, user: str) -> Rights:
     text = result.out.decode("utf-8", "replace")
     has_lxc_attach = text.rstrip().endswith("has-lxc-attach")
     if result.code != 0:
-        said = replaced(result.err).decode("utf-8", "replace").strip()
+        said = without_warning(result.err).decode("utf-8", "replace").strip()
         why = _NO_SUDO if result.code == 127 else said.rpartition("\n")[2] or f"sudo: code {result.code}"
         return Rights(user, Sudo(), has_lxc_attach, why)
     entries = list(_entries(text))
@@ -82,11 +83,6 @@ def _step(rights: Rights) -> str:
     if _NO_TTY in rights.refused:
         line = f"Defaults:{user} !requiretty"
     return f"on the host, as root: visudo -f /etc/sudoers.d/dflash-ops, and there the line: {line}"
-
-
-def replaced(err: bytes) -> bytes:
-    """stderr without the warning of a sudo that does not find its own host's name: it works all the same."""
-    return re.sub(rb"(?m)^sudo: unable to resolve host .*\n?", b"", err)
 
 
 def _entries(text: str) -> Iterator[tuple[bool, str]]:

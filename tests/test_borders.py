@@ -22,7 +22,7 @@ PURE = {
     "errors": set(),
     "shell_text": set(),
     "command": {"errors", "shell_text"},
-    "sudo": {"command", "errors"},
+    "sudo": {"command", "errors", "gate"},
     "inventory_tables": set(),
     "inventory_faults": {"inventory_tables"},
     "inventory_file": {"errors"},

@@ -15,6 +15,7 @@ from stand_in import retry_until
 from dflash_ops import data, deploy, doctor, source, status, sudo, train
 from dflash_ops.command import Command, Container, Host, Local, Place, Result, Sudo, line, pct
 from dflash_ops.errors import BusyError, NotFoundError, PreflightError
+from dflash_ops.gate import Gate
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.sandbox.users import SUDOERS, SUDOERS_TEXT
@@ -78,6 +79,19 @@ def test_what_a_refusal_says(code: int, err: bytes, why: str) -> None:
     assert rights.refused == why and rights.sudo == Sudo()
     told = str(sudo.error(HOST, rights))
     assert why in told and r"DOM\\an\ op ALL=(root) NOPASSWD: /usr/sbin/pct, /usr/bin/lxc-attach" in told
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_sudo_that_does_not_know_its_hosts_name_hides_no_reason(cut: int) -> None:
+    """However the bytes come; and what else it says is passed on."""
+    warning = b"sudo: unable to resolve host pve: Name or service not known\n"
+    reason = b"lxc-attach: 202: attach.c: get_attach_context: 405 - Failed to get init pid\n"
+    for said, held, passed in ((reason, reason, b""), (b"my own\n", b"", b"my own\n")):
+        heard = bytearray()
+        gate = Gate(heard.extend)
+        for part in ((warning + said)[:cut], (warning + said)[cut:]):
+            gate(part)
+        assert (bytes(gate.held), bytes(heard)) == (held, passed)
 
 
 # -- the line
