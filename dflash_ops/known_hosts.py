@@ -9,13 +9,11 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One key of a file. names: the field as it is written; marker: "@revoked", "@cert-authority" or ""."""
 
     file: Path
@@ -29,8 +27,7 @@ class Line:
         return f"{self.kind} {fingerprint(self.blob)} ({self.file}:{self.number})"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the files say of a key that a host has shown; `lines` are those that say so.
 
     other: the host has keys, but none of this kind. authority: certificates alone would vouch for it.

@@ -6,7 +6,6 @@ connection on the way, `ssh_keys` offers the keys, `ssh_link` is what one then h
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,16 +110,16 @@ def _hops(host: Host, meanwhile: Callable[[], None] = lambda: None) -> tuple[Hop
     settings = ask(target)  # first, since it tells whether there is an ssh at all
     hops = route(target, lambda jump: settings if jump is target else ask(jump), here(by_database=by_ssh))
     named = ("-F", str(file)) if file else ()
-    hops = [replace(hop, plain=(*named, *hop.plain)) for hop in hops]
+    hops = [hop._replace(plain=(*named, *hop.plain)) for hop in hops]
     return (*hops[:-1], _as_the_inventory_says(hops[-1], host))
 
 
 def _as_the_inventory_says(hop: Hop, host: Host) -> Hop:
     if host.key is not None:
         plain = ("-i", str(host.key), *hop.plain)
-        hop = replace(hop, identities=(host.key,), identities_only=True, plain=plain)
+        hop = hop._replace(identities=(host.key,), identities_only=True, plain=plain)
     if host.known_hosts is not None:
-        hop = replace(hop, user_known_hosts=(host.known_hosts,), global_known_hosts=())
+        hop = hop._replace(user_known_hosts=(host.known_hosts,), global_known_hosts=())
     return hop
 
 

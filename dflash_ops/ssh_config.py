@@ -9,11 +9,12 @@ has no meaning here (RequestTTY, ControlMaster, forwardings) is passed over.
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dflash_ops.errors import ConfigError
 
+# The values of these files are named tuples: a dataclass of many fields takes milliseconds to make at each start.
 Settings = Mapping[str, Sequence[str]]  # a keyword in lower case -> its values, in the order of the file
 
 _IDENTITIES = tuple(f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519"))
@@ -23,19 +24,17 @@ _FAMILIES = {"any": socket.AF_UNSPEC, "inet": socket.AF_INET, "inet6": socket.AF
 _MAX_JUMPS = 8
 
 
-@dataclass(frozen=True)
-class Here:
+class Here(NamedTuple):
     """Who and where we are: what `~` and tokens mean. home: that of the user database, as ssh takes it."""
 
     home: str
     user: str
     uid: int
     hostname: str
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    env: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Jump:
+class Jump(NamedTuple):
     """One stop of a ProxyJump, as it is written there."""
 
     name: str
@@ -43,8 +42,7 @@ class Jump:
     port: int | None = None
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """All that is needed to log in on one host.
 
     name: as the user or a ProxyJump calls it; plain: the words after `ssh` that lead there without us. known_as: what
@@ -202,7 +200,7 @@ def _route(
         raise ConfigError("ProxyJump goes round in a circle", where=seen[0].name, why=way, next=_correct(to.name))
     port = ("-p", str(to.port)) if to.port is not None else ()
     plain = (*port, f"{to.user}@{to.name}" if to.user is not None else to.name)
-    last = replace(hop(to.name, ask(to), here, jumped=bool(before)), plain=plain)
+    last = hop(to.name, ask(to), here, jumped=bool(before))._replace(plain=plain)
     jumps = before or last.jumps
     if not jumps:
         return (last,)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -33,8 +33,7 @@ _CERTIFICATE = "-cert-v01@openssh.com"
 _AGENT_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A key to try. name: how a user knows it."""
 
     name: str
@@ -56,8 +55,7 @@ class _NoKeyError(ValueError):
     """There is no private key in the file: a public one perhaps, whose other half the agent should hold."""
 
 
-@dataclass(frozen=True)
-class _Identity:
+class _Identity(NamedTuple):
     file: Path
     blob: bytes | None  # its public half, when that can be read without a passphrase
 

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dflash_ops.errors import UnreachableError
 from dflash_ops.ssh_config import Hop
@@ -23,8 +23,7 @@ class Clock:
         self._until += seconds
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(NamedTuple):
     """A hop on its way to being open. where: for errors."""
 
     hop: Hop
