@@ -52,15 +52,42 @@ def test_a_shell_needs_a_terminal(cli: Cli) -> None:
     assert done.returncode == 2 and b"needs a terminal. Next: dflash-ops exec -- bash" in done.stderr
 
 
+SIZES = """
+printf %s "$1" | od -An -tx1; stty size
+trap 'stty size' WINCH
+trap 'echo interrupted; exit 7' INT
+echo rea''dy
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("via", ["lxc-attach", "pct"])
+def test_a_terminal_through_sudo(via: str, sandbox: SandboxState, tmp_path: Path) -> None:
+    """Words of any bytes, its size, a new size, Ctrl-C and the exit code pass."""
+    file = tmp_path / "dflash-ops.toml"
+    file.write_text(
+        f'[hosts.box]\naddress = "{sandbox.host}"\nport = {sandbox.port}\nuser = "ops"\nkey = "{sandbox.key}"\n'
+        f'known_hosts = "{sandbox.known_hosts}"\n'
+        f'[containers.trainer]\nhost = "box"\nvmid = 200\nvia = "{via}"\npython = "{sandbox.python}"\n'
+    )
+    person = Person(Cli(file), "exec", "--", "sh", "-c", SIZES, "sh", b"\xc3\xa9\xff;")
+    assert b"c3 a9 ff 3b\r\n24 80\r\n" in person.hear(b"ready")
+    fcntl.ioctl(person.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
+    person.hear(b"33 99")
+    os.write(person.terminal, b"\x03")
+    person.hear(b"interrupted")
+    assert person.code() == 7
+
+
 class Person:
     """Somebody before a terminal of 24 x 80."""
 
-    def __init__(self, cli: Cli, *words: str) -> None:
+    def __init__(self, cli: Cli, *words: str | bytes) -> None:
         self.heard = bytearray()
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
             os.execvpe(sys.executable, [os.fsencode(word) for word in cli.words(*words)], cli.environment())
-        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
 
     def hear(self, words: bytes) -> bytes:
         """Reads until it has heard them; everything up to them."""
