@@ -205,6 +205,28 @@ def test_a_gate_that_forwards_nothing(servers: World) -> None:
         who(servers.alias("Host box; ProxyJump outer"))
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("PubkeyAuthentication no\nPasswordAuthentication yes", "it takes no keys, only password"),
+        (
+            "AuthenticationMethods publickey,password\nPasswordAuthentication yes",
+            r"after the key \S+/id it wants password, which we can't give",
+        ),
+        ("AuthorizedKeysFile none", "the host refused our key .*tried: "),
+        ("MaxAuthTries 1\nAuthorizedKeysFile none", "it hung up: too many keys"),
+    ],
+    ids=["passwords-only", "a-password-as-well", "no-key", "one-try"],
+)
+def test_a_host_that_wants_something_else(tmp_path: Path, config: str, says: str) -> None:
+    key = make_key(tmp_path / "id")
+    with (
+        Sshd(tmp_path / "sshd", config=config).authorize(key) as server,
+        pytest.raises(UnreachableError, match=says),
+    ):
+        who(server.host(key))
+
+
 # -- afterwards
 
 
@@ -217,9 +239,16 @@ def quick(dead_after_s: float) -> Iterator[None]:
         yield
 
 
-def test_silence_is_noticed_within_20_s_with_the_real_intervals() -> None:
+def test_silence_is_noticed_within_20_s_with_the_real_intervals(servers: World, soak: bool) -> None:
     """The last answer may have come just before, and who watches looks once in a fifth of the interval."""
     assert ssh.DEAD_AFTER_SECONDS + ssh.KEEPALIVE_SECONDS / 5 < 20 - ssh.KEEPALIVE_SECONDS / 2
+    if not soak:
+        return
+    link = ssh.connect(servers.alias("Host box; ProxyJump gate"), timeout=10)
+    servers.gate.freeze()
+    until(lambda: not link.is_open, seconds=20)
+    servers.gate.cut()
+    link.close()
 
 
 RELAYED = "Host box; ProxyCommand {python} {dir}/relay.py %h %p {dir}/relay.log"
