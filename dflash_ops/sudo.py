@@ -34,8 +34,8 @@ def read(result: Result, user: str) -> Rights:
     text = result.out.decode("utf-8", "replace")
     has_lxc_attach = text.rstrip().endswith("has-lxc-attach")
     if result.code != 0:
-        said = without_warning(result.err).decode("utf-8", "replace").strip()
-        why = _NO_SUDO if result.code == 127 else said.rpartition("\n")[2] or f"sudo: code {result.code}"
+        said = without_warning(result.err).decode("utf-8", "replace").strip().replace("\n", "; ")
+        why = _NO_SUDO if result.code == 127 else said or f"sudo: code {result.code}"
         return Rights(user, Sudo(), has_lxc_attach, why)
     entries = list(_entries(text))
     everything = _allowed([(allowed, word) for allowed, word in entries if word.lstrip("!") == "ALL"], "")

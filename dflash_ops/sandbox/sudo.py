@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import subprocess
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,10 +285,17 @@ class Policy(NamedTuple):
                 rows[-1] += f", {tag}{entry.pattern}"
             else:
                 rows.append(f"    ({entry.runas}) {'NOPASSWD: ' if entry.free else ''}{entry.pattern}")
+        head = _wrapped(f"    {', '.join(self.defaults)}", 4)
         return (
-            f"Matching Defaults entries for {self.user} on {host}:\n    {', '.join(self.defaults)}\n\n"
-            f"User {self.user} may run the following commands on {host}:\n" + "\n".join(rows)
+            f"Matching Defaults entries for {self.user} on {host}:\n{head}\n\n"
+            f"User {self.user} may run the following commands on {host}:\n"
+            + "\n".join(_wrapped(row, 8) for row in rows)
         )
+
+
+def _wrapped(row: str, indent: int) -> str:
+    """At 80 columns, as sudo does on a pipe too."""
+    return textwrap.fill(row, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _entries(runas: str, text: str, free: bool) -> Iterator[Entry]:

@@ -32,8 +32,10 @@ LIMITED = Sudo(pct=True, attach=True)
 # -- what sudo says
 
 
-def listing(rows: str, defaults: str = "env_reset, mail_badpass, secure_path=/usr/sbin\\:/usr/bin, use_pty") -> Result:
-    text = f"Matching Defaults entries for ops on pve:\n    {defaults}\n\n"
+def listing(
+    rows: str, defaults: str = "env_reset, mail_badpass,\n    secure_path=/usr/sbin\\:/usr/bin,\n    use_pty"
+) -> Result:
+    text = f"Matching Defaults entries for ops on pve:\n    {defaults}\n\n"  # as sudo 1.9.13 was seen to print it
     text += f"User ops may run the following commands on pve:\n{rows}\n\nhas-lxc-attach\n"
     return Result(HOST, sudo.QUESTION, 0, text.encode(), b"")
 
@@ -53,7 +55,12 @@ def listing(rows: str, defaults: str = "env_reset, mail_badpass, secure_path=/us
         ("    (ALL, !root) NOPASSWD: ALL", Sudo()),
         ("    (root) NOEXEC: NOPASSWD: /usr/sbin/pc?, /usr/bin/", Sudo(pct=True, attach=True)),
         ("    (root) NOPASSWD: sha256:0123abcd /usr/sbin/pct exec 200 *, /bin/a\\,b", Sudo(pct=True)),
-        ("    (root) NOPASSWD: /bin/one,\n        /usr/sbin/pct", Sudo(pct=True)),
+        # As sudo 1.9.13 wraps it, also where there is no terminal.
+        (
+            "    (ALL : ALL) ALL, NOPASSWD: /usr/sbin/pct, PASSWD: /bin/ls, SETENV:\n"
+            "        NOPASSWD: /usr/bin/lxc-attach -n 200 *",
+            Sudo(pct=True, attach=True),
+        ),
         ("    (root) NOPASSWD: /usr/local/sbin/pct, /usr/sbin/pctx", Sudo()),
     ],
 )
@@ -62,7 +69,7 @@ def test_what_a_listing_allows(rows: str, allowed: Sudo) -> None:
 
 
 def test_a_sudo_that_never_asks() -> None:
-    assert sudo.read(listing("    (root) /usr/sbin/pct", "env_reset, !authenticate"), "ops").sudo.pct
+    assert sudo.read(listing("    (root) /usr/sbin/pct", "env_reset,\n    use_pty, !authenticate"), "ops").sudo.pct
 
 
 @pytest.mark.parametrize(
@@ -71,6 +78,11 @@ def test_a_sudo_that_never_asks() -> None:
         (1, b"sudo: a password is required\n", "sudo: a password is required"),
         (1, b"sudo: unable to resolve host pve: x\nsudo: a password is required\n", "sudo: a password is required"),
         (127, b"sh: 1: sudo: not found\n", "the host has no sudo"),
+        (
+            1,
+            b"sudo: account validation failure, is your account locked?\nsudo: a password is required\n",
+            "sudo: account validation failure, is your account locked?; sudo: a password is required",
+        ),
         (1, b"", "sudo: code 1"),
     ],
 )
