@@ -81,6 +81,8 @@ def main() -> NoReturn:
     quietly with 130 at Ctrl-C, and when a reader of its output has gone.)"""
     # Most of a command's time goes into loading modules, a sixth of that into looking through them for garbage.
     gc.set_threshold(100_000, 50, 50)
+    # A thread that connects waits for many small answers; each time the one that loads would keep it out for 5 ms.
+    sys.setswitchinterval(0.0005)
     _open_closed_streams()
     _name_the_user()
     debug = "--debug" in sys.argv[1:2]

@@ -92,9 +92,14 @@ def _deploy(
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         # A connection and a Python there take as long as the reading here.
         greeted = pool.submit(stack.enter_context, _receiver(shell, container, user, activate, part))
-        reading = read(shell, source)
-        manifest, likely = reading.manifest, _likely(container, reading.manifest) if via == "push" else []
-        with sending.ahead(shell, container, likely, f"{container.path}/incoming/{part}", way) as ahead:
+        with sending.ahead(shell, container, f"{container.path}/incoming/{part}", way) as ahead:
+            memory = remembered.recall(container) if via == "push" else None
+            if memory is not None and memory.differs(source.root):
+                ahead.begin()
+            reading = read(shell, source)
+            manifest = reading.manifest
+            if memory is not None and (likely := memory.lacks(manifest.files)):
+                ahead.begin(likely)
             way.step(f"asking {container}")
             import tarfile  # noqa: F401  # pyright: ignore[reportUnusedImport] (needed next; now there is time)
 
@@ -120,13 +125,14 @@ def _deploy(
                 else:
                     told: dict[str, Any] = {}
                     if lacking:
-                        told = ahead.carry(lacking, source.root, way) or sending.by_push(
+                        told = ahead.carry(lacking, source.root) or sending.by_push(
                             shell, container, lacking, source.root, ready["part"], way
                         )
                     ahead.withdraw()
                     sent += told.get("size", 0)
                     way.step(f"unpacking and checking {release.id}")
                     other.say({**request, "by": None, **told})
+                remembered.remember(container, source.root, manifest.files)  # now there is time; it is but a guess
                 done = other.answer(timeout=_patience(manifest.size))
                 if done["event"] == "left":
                     raise OpsError("the container gave up waiting for us", where=str(container), next="deploy again")
@@ -134,7 +140,6 @@ def _deploy(
                     break
                 lacking = _entries(manifest, done["lacking"])
                 way.step(f"{len(lacking)} files have vanished there meanwhile")
-    remembered.remember(container, _contents(manifest))
     return Deployed(
         container=str(container),
         release=release.id,
@@ -268,20 +273,6 @@ def _files_of(manifest: Manifest, lacking: Sequence[str]) -> list[FileEntry]:
 def _entries(manifest: Manifest, lacking: Sequence[str]) -> list[FileEntry]:
     """One file for each of these contents."""
     return list({file.sha256: file for file in _files_of(manifest, lacking)}.values())
-
-
-def _contents(manifest: Manifest) -> list[str]:
-    return [file.sha256 for file in manifest.files if file.link is None]
-
-
-def _likely(container: Container, manifest: Manifest) -> list[FileEntry]:
-    """What the container is likely to lack, by what earlier deploys from here left there; nothing where none did."""
-    there = remembered.recall(container)
-    return (
-        []
-        if there is None
-        else _entries(manifest, [s for s in _contents(manifest) if remembered.brief(s) not in there])
-    )
 
 
 def _check_room(container: Container, ready: dict[str, Any], lacking: Sequence[FileEntry], via: Via) -> None:

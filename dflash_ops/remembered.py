@@ -1,4 +1,4 @@
-"""What earlier deploys from this machine left in a container: a guess at what it has, before it is asked.
+"""What the last deploys from this machine left in a container: a guess at what it has, and at what has changed here.
 
 One small file for each container's folder, in the user's cache. It may be wrong, old or gone at any time: it decides
 only what is begun early, never what is sent or believed.
@@ -8,46 +8,79 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_ops.command import Container
+from dflash_ops.release import FileEntry
 
 _SCHEMA_VERSION = 1
 # The first digits of a sha256 are enough for a guess.
 _DIGITS = 16
 _MOST_CONTENTS = 20_000
+_MOST_STATES = 2_000
 _MOST_FILES = 64
 
 
-def recall(container: Container) -> frozenset[str] | None:
-    """The contents that a container had, as `brief` writes them; None when nothing is known of it."""
+@dataclass(frozen=True)
+class Memory:
+    """contents: the first digits of the sha256s there; root: the folder of the last deploy, states: its files'
+    (name, size, mtime in ns)."""
+
+    contents: frozenset[str]
+    root: str
+    states: tuple[tuple[str, int, int], ...]
+
+    def lacks(self, files: Sequence[FileEntry]) -> list[FileEntry]:
+        """Those whose content is not there, as far as we know."""
+        return [file for file in files if file.link is None and file.sha256[:_DIGITS] not in self.contents]
+
+    def differs(self, root: Path) -> bool:
+        """Whether a file of the last deploy looks otherwise now. Where another folder is sent, nothing is known."""
+        return str(root) == self.root and any(_state(root, name) != (size, time) for name, size, time in self.states)
+
+
+NOTHING = Memory(frozenset(), "", ())
+
+
+def recall(container: Container) -> Memory | None:
+    """What is remembered of a container; None when that is nothing."""
     try:
         found = json.loads(_file(container).read_bytes())
         if found["schema_version"] == _SCHEMA_VERSION:
-            return frozenset(found["contents"])
+            states = tuple((str(name), int(size), int(time)) for name, size, time in found["states"])
+            return Memory(frozenset(found["contents"]), str(found["root"]), states)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
 
 
-def remember(container: Container, sha256s: Iterable[str]) -> None:
-    """Adds contents that a container has now. Where that can't be written down, nothing is remembered."""
-    contents = list(dict.fromkeys([*(brief(sha) for sha in sha256s), *sorted(recall(container) or ())]))
-    text = json.dumps({"schema_version": _SCHEMA_VERSION, "contents": contents[:_MOST_CONTENTS]})
+def remember(container: Container, root: Path, files: Sequence[FileEntry]) -> None:
+    """Notes that a container has these files now, read below `root`. Where that can't be written down, it is not."""
+    regular = [file for file in files if file.link is None]
+    known = (recall(container) or NOTHING).contents
+    contents = list(dict.fromkeys([*(file.sha256[:_DIGITS] for file in regular), *sorted(known)]))[:_MOST_CONTENTS]
+    states = [(file.path, *_state(root, file.path)) for file in regular] if len(regular) <= _MOST_STATES else []
+    memory: dict[str, Any] = {"contents": contents, "root": str(root), "states": states}
     file = _file(container)
     new = file.with_name(f".{file.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             _forget_old(file.parent)
-        new.write_text(text, encoding="ascii")
+        new.write_text(json.dumps({"schema_version": _SCHEMA_VERSION, **memory}), encoding="ascii")
         new.replace(file)
 
 
-def brief(sha256: str) -> str:
-    """A content's sha256, as it is remembered."""
-    return sha256[:_DIGITS]
+def _state(root: Path, name: str) -> tuple[int, int]:
+    """Size and mtime; of what is not there, no file's."""
+    try:
+        state = os.lstat(root / name)
+    except OSError:
+        return -1, 0
+    return state.st_size, state.st_mtime_ns
 
 
 def _file(container: Container) -> Path:

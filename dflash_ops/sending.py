@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -48,49 +49,62 @@ def by_push(
 
 
 class Ahead:
-    """A push that was begun before anybody knew what is to be pushed, or none. It serves once."""
+    """A push that may be begun before anybody knows what is to be pushed. It serves once; `ahead` makes it."""
 
-    def __init__(self, shell: Shell, container: Container, part: str, push: WaitingPush | None) -> None:
-        self._shell, self._container, self._part, self._push = shell, container, part, push
+    def __init__(self, shell: Shell, container: Container, part: str, way: Progress) -> None:
+        self._shell, self._container, self._part, self._way = shell, container, part, way
+        self._stack, self._pool = contextlib.ExitStack(), ThreadPoolExecutor(1)
+        self._coming: Future[WaitingPush] | None = None
 
-    def carry(self, files: Sequence[FileEntry], root: Path, way: Progress) -> dict[str, Any] | None:
+    def begin(self, likely: Sequence[FileEntry] = ()) -> None:
+        """Begins it, once, and doesn't wait for that. likely: files whose contents it may have to carry; where they are
+        too many bytes nothing is begun."""
+        if self._coming is None and archive_size(likely) <= _SMALL_BYTES:
+            self._way.step(f"staging on {self._container.host}")
+            pushing = waiting_push(self._shell, self._container, self._part)
+            self._coming = self._pool.submit(self._stack.enter_context, pushing)
+
+    def carry(self, files: Sequence[FileEntry], root: Path) -> dict[str, Any] | None:
         """Sends the contents of these files through it, and gives what `by_push` does; None when they must go another
-        way: it was none, they are too many bytes, or pct complained."""
-        if self._push is None or archive_size(files) > _SMALL_BYTES:
+        way: it was not begun, they are too many bytes, or pct complained."""
+        push, host = self._begun(), self._container.host
+        if push is None or push.ended or archive_size(files) > _SMALL_BYTES:
             self.withdraw()
             return None
-        push, host = self._push, self._container.host
         archive = BytesIO()
         write_archive(files, root, archive)
         size, sha256 = sha256_of(archive)
-        way.step(f"sending {size} bytes to {host}:{push.archive}")
+        self._way.step(f"sending {size} bytes to {host}:{push.archive}")
         self._shell.send(host, archive, push.archive)
-        way.step(f"pct push {self._container.vmid} {push.archive} {self._part}")
-        self._push = None
+        self._way.step(f"pct push {self._container.vmid} {push.archive} {self._part}")
         ended = push.go(timeout=ANSWER_SECONDS)
-        if ended is None or ended[0] != 0 or complaint_of(ended[1]):
+        if ended is None or ended.code != 0 or push_complaint(ended):
             return None
         return {"by": "push", "size": size, "sha256": sha256, "ahead": True}
 
     def withdraw(self) -> None:
         """Ends it, when it is not needed: afterwards nothing of it is under way."""
-        if self._push is not None:
-            self._push.withdraw(timeout=ANSWER_SECONDS)
-            self._push = None
+        if (push := self._begun()) is not None and not push.ended:
+            push.withdraw(timeout=ANSWER_SECONDS)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._stack.close()
+
+    def _begun(self) -> WaitingPush | None:
+        with contextlib.suppress(OpsError):  # whoever needs it next hears why it can't be
+            return None if self._coming is None else self._coming.result()
+        return None
 
 
 @contextlib.contextmanager
-def ahead(
-    shell: Shell, container: Container, likely: Sequence[FileEntry], part: str, way: Progress
-) -> Generator[Ahead, None, None]:
-    """Begins a push to `part`, when contents of these files are likely to be lacking, and few bytes."""
-    with contextlib.ExitStack() as stack:
-        push: WaitingPush | None = None
-        if likely and archive_size(likely) <= _SMALL_BYTES:
-            way.step(f"staging on {container.host}")
-            with contextlib.suppress(OpsError):  # whoever needs it next hears why it can't be
-                push = stack.enter_context(waiting_push(shell, container, part))
-        yield Ahead(shell, container, part, push)
+def ahead(shell: Shell, container: Container, part: str, way: Progress) -> Generator[Ahead, None, None]:
+    """A push to `part` in the container that can be begun ahead; what is not used of it ends with the block."""
+    push = Ahead(shell, container, part, way)
+    try:
+        yield push
+    finally:
+        push.close()
 
 
 def by_stream(talk: Conversation, files: Sequence[FileEntry], root: Path, way: Progress) -> int:
@@ -165,10 +179,5 @@ def _push_again(shell: Shell, container: Container, command: Command, timeout: f
 
 def push_complaint(result: Result) -> str:
     """What pct says against a push; empty when it has nothing to say but that it waited for a lock."""
-    return complaint_of(result.err)
-
-
-def complaint_of(stderr: bytes) -> str:
-    """As `push_complaint`."""
-    lines = [line.strip() for line in stderr.decode("utf-8", "replace").replace(_WAITING, "").split("\n")]
+    lines = [line.strip() for line in result.err.decode("utf-8", "replace").replace(_WAITING, "").split("\n")]
     return "; ".join(line for line in lines if line and line != _GOT_IT and not line.startswith(_SUDO_ASIDE))

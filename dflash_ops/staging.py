@@ -3,8 +3,9 @@
 import contextlib
 import os
 from collections.abc import Generator
+from dataclasses import replace
 
-from dflash_ops.command import PCT, Command, Container, Host
+from dflash_ops.command import PCT, Command, Container, Host, Result
 from dflash_ops.conversation import Conversation
 from dflash_ops.errors import BusyError, PreflightError
 from dflash_ops.shell import Shell
@@ -27,15 +28,13 @@ _MAKE = (
 )
 _STAGE_SCRIPT = _MAKE + 'echo "stage:$stage"; cat >/dev/null'
 
-# Starts `pct push` at once, which reads what it pushes from its stdin. It gets the `archive` once we hear "go"; at any
-# other word, none for 30 s, or our end it is killed: it holds the container's lock, which others wait for. The pipe has
-# no name: pct opens /dev/stdin long after its start, perhaps when all has been written, and then waits for no writer.
-_PUSH = 'echo $$ >"$0/pid"; echo "stage:$0"; exec "$@" >/dev/null 2>"$0/said" 9<&-'
-_WAITING_PUSH_SCRIPT = _MAKE + (
-    f'if [ "$me" = 0 ]; then set -- pct "$@"; else set -- sudo -n -- {PCT} "$@"; fi; '
-    'if [ "$(timeout 30 head -n 1)" = go ]; then cat "$stage/archive"; else kill "$(cat "$stage/pid")"; fi '
-    f"2>/dev/null | LC_ALL=C.UTF-8 sh -c '{_PUSH}' "
-    '"$stage" "$@"; code=$?; sed "s/^/said:/" "$stage/said"; echo "pushed:$code"; cat >/dev/null'
+# `pct push` starts while the folder is made, and reads what it pushes from its stdin: the folder's `archive` once we
+# hear "go"; nothing at any other word, after 30 s of none, or at our end, for it holds the container's lock. The pipe
+# has no name: pct opens /dev/stdin long after its start, when all may have been written; a named one would wait then.
+_WAITING_PUSH_SCRIPT = (
+    f'exec 3>&1; if [ "$(id -u)" = 0 ]; then set -- pct "$@"; else set -- sudo -n -- {PCT} "$@"; fi; '
+    f'{{ {_MAKE} echo "stage:$stage" >&3; [ "$(timeout 30 head -n 1)" = go ] && cat "$stage/archive"; }} '
+    '2>/dev/null | LC_ALL=C.UTF-8 "$@" >/dev/null 3>&-; echo "pushed:$?"; cat >/dev/null'
 )
 
 
@@ -43,57 +42,52 @@ _WAITING_PUSH_SCRIPT = _MAKE + (
 def staging(shell: Shell, host: Host) -> Generator[str, None, None]:
     """A folder (0700) on the host that is gone when the block ends, also by a broken link; what killed clients have
     left there is removed first. Gives its path."""
-    with _folder(shell, host, Command(("sh", "-c", _STAGE_SCRIPT))) as (folder, talk):
-        yield folder
+    with shell.converse(host, Command(("sh", "-c", _STAGE_SCRIPT))) as talk:
+        yield _folder(host, talk)
         talk.finish()
 
 
 class WaitingPush:
-    """A `pct push` that has begun, and waits for its file. archive: where on the host that file is to be written."""
+    """A `pct push` that has begun, and waits for its file. archive: where on the host that file is to be written;
+    ended: whether it has had its word."""
 
-    def __init__(self, folder: str, talk: Conversation) -> None:
-        self.archive = f"{folder}/archive"
+    def __init__(self, host: Host, talk: Conversation) -> None:
+        self.archive = f"{_folder(host, talk)}/archive"
+        self.ended = False
         self._talk = talk
 
-    def go(self, *, timeout: float) -> tuple[int, bytes] | None:
-        """Lets it have its file, and waits for its end: its exit code and its stderr. None when nobody knows."""
+    def go(self, *, timeout: float) -> Result | None:
+        """Lets it have its file, and waits for its end. None when nobody knows of it."""
         self._talk.say(b"go\n")
         return self._end(timeout)
 
     def withdraw(self, *, timeout: float) -> None:
-        """Ends it; nothing of it is under way afterwards."""
+        """Lets it end with an empty file; nothing of it is under way afterwards."""
         self._talk.say(b"no\n")
         self._end(timeout)
 
-    def _end(self, timeout: float) -> tuple[int, bytes] | None:
-        said: list[bytes] = []
+    def _end(self, timeout: float) -> Result | None:
+        self.ended = True
         while (line := self._talk.hear(timeout=timeout)) is not None:
-            if line.startswith(b"said:"):
-                said.append(line.removeprefix(b"said:"))
-            elif line.startswith(b"pushed:"):
-                self._talk.finish()
-                return int(line.removeprefix(b"pushed:")), b"\n".join(said)
+            if line.startswith(b"pushed:"):
+                return replace(self._talk.finish(), code=int(line.removeprefix(b"pushed:")))
         return None
 
 
 @contextlib.contextmanager
 def waiting_push(shell: Shell, container: Container, part: str) -> Generator[WaitingPush, None, None]:
     """A `pct push` to `part` in the container that takes its 0.6 s while the file is still to come. Whoever leaves the
-    block without `go` or `withdraw` has it killed."""
+    block without `go` lets it end with an empty one."""
     words = ("push", str(container.vmid), "/dev/stdin", part)
-    with _folder(shell, container.host, Command(("sh", "-c", _WAITING_PUSH_SCRIPT, "sh", *words))) as (folder, talk):
-        yield WaitingPush(folder, talk)
+    with shell.converse(container.host, Command(("sh", "-c", _WAITING_PUSH_SCRIPT, "sh", *words))) as talk:
+        yield WaitingPush(container.host, talk)
 
 
-@contextlib.contextmanager
-def _folder(shell: Shell, host: Host, command: Command) -> Generator[tuple[str, Conversation], None, None]:
-    with shell.converse(host, command) as talk:
-        while (text := talk.hear()) is not None:
-            if text.startswith(b"stage:"):
-                break
-        else:
-            result = talk.finish()
-            if result.code == 7:
-                raise BusyError("the staging lock stayed taken", where=str(host), why="30 s", next="run it again later")
-            raise PreflightError("no staging folder could be made", where=str(host), why=result.last_words)
-        yield os.fsdecode(text.removeprefix(b"stage:")), talk
+def _folder(host: Host, talk: Conversation) -> str:
+    while (text := talk.hear()) is not None and not text.startswith(b"pushed:"):
+        if text.startswith(b"stage:"):
+            return os.fsdecode(text.removeprefix(b"stage:"))
+    result = talk.finish()
+    if result.code == 7:
+        raise BusyError("the staging lock stayed taken", where=str(host), why="30 s", next="run it again later")
+    raise PreflightError("no staging folder could be made", where=str(host), why=result.last_words)

@@ -1,5 +1,6 @@
 """A push that is begun before the container has said what it lacks: when it serves, and when the guess was wrong."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dflash_ops import remembered, sending
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import OpsError
 from dflash_ops.progress import Progress
+from dflash_ops.release import FileEntry
+from dflash_ops.remembered import Memory
 from dflash_ops.sandbox.session import HOME
 from dflash_ops.sandbox.transfer import PUSH_FAULT
 from dflash_ops.shell import Shell
@@ -191,7 +194,7 @@ def test_whoever_has_the_deploys_lock_gets_pcts(shell: Shell, box: Box, source: 
     thread = threading.Thread(target=lambda: ours.append(verbs.deploy(shell, container, source, way=way)))
 
     def begin() -> None:
-        remembered.remember(container, [])
+        remembered.remember(container, source.root, [])
         thread.start()
         assert waits.wait(20)
 
@@ -231,7 +234,7 @@ def test_a_pct_that_begins_to_read_when_all_has_been_written(shell: Shell, box: 
     assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
 
 
-def test_a_push_that_nobody_lets_go_is_killed(shell: Shell, box: Box) -> None:
+def test_a_push_that_nobody_lets_go_ends(shell: Shell, box: Box) -> None:
     """Its lock, too: by a word, and by our silence at the end."""
     part = f"{box.container.path}/part"
     lock = Command(("flock", "-w", "20", "/run/lock/lxc/pve-config-200.lock", "true"))
@@ -245,28 +248,63 @@ def test_a_push_that_nobody_lets_go_is_killed(shell: Shell, box: Box) -> None:
 
 
 def test_what_is_remembered(box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    container = box.container
-    first, second = "ab" * 32, "cd" * 32
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    container, root = box.container, tmp_path / "source"
+    root.mkdir()
+    first, second, third = (
+        FileEntry(name, 0o444, 1, digits * 32) for name, digits in (("a", "ab"), ("b", "cd"), ("c", "ef"))
+    )
+    link = FileEntry("link", 0o777, 0, "", "a")
+    for file in (first, second):
+        (root / file.path).write_bytes(b"x")
     assert remembered.recall(container) is None
-    remembered.remember(container, [first])
-    remembered.remember(container, [second, second])
-    assert remembered.recall(container) == {first[:16], second[:16]}
+    remembered.remember(container, root, [first, link])
+    remembered.remember(container, root, [second])
+    memory = remembered.recall(container)
+    assert memory and memory.lacks([first, second, third, link]) == [third]
+    assert not memory.differs(root) and not memory.differs(tmp_path)
+    (root / "a").write_bytes(b"longer")  # the last deploy did not send it
+    assert not memory.differs(root)
+    for change in (lambda: os.utime(root / "b", (1, 1)), (root / "b").unlink):
+        remembered.remember(container, root, [second])
+        memory = remembered.recall(container)
+        change()
+        assert memory and memory.differs(root)
     assert remembered.recall(replace(container, path="/opt/other")) is None
-    file = remembered._file(container)
-    for text in (
-        b"",
-        b"[]",
-        b'{"schema_version": 2, "contents": []}',
-        b'{"schema_version": 1, "contents": [[]]}',
-        b"\xff",
-    ):
-        file.write_bytes(text)
-        assert remembered.recall(container) is None
     for number in range(70):
-        remembered.remember(replace(container, vmid=1000 + number), [])
+        remembered.remember(replace(container, vmid=1000 + number), root, [])
+    file = remembered._file(container)
     assert len(list(file.parent.iterdir())) == 64
-    assert remembered.recall(replace(container, vmid=1069)) == frozenset()
+    assert remembered.recall(replace(container, vmid=1069)) == Memory(frozenset(), str(root), ())
+    whole = json.dumps({"schema_version": 1, "contents": [], "root": "/", "states": []})
+    for text in (
+        "",
+        "[]",
+        "\xff",
+        whole.replace("1,", "2,"),
+        whole.replace('[], "root"', '[[]], "root"'),
+        whole[:-2] + "1]}",
+    ):
+        file.write_text(text)
+        assert remembered.recall(container) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    remembered.remember(container, [first])
+    remembered.remember(container, root, [first])
     assert remembered.recall(container) is None
+
+
+def test_a_file_that_was_only_touched_needs_no_push(shell: Shell, box: Box, source: Source) -> None:
+    verbs.deploy(shell, box.container, source)
+    os.utime(source.root / "trainer" / "0.py", (1, 1))
+    for steps in (["reading", "staging", "asking", "unpacking"], ["reading", "asking", "unpacking"]):
+        way = Steps()
+        done = verbs.deploy(shell, box.container, source, way=way)
+        assert way.steps == steps and done.sent == 0
+    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+
+
+def test_a_new_file_begins_a_push_once_it_is_read(shell: Shell, box: Box, source: Source) -> None:
+    verbs.deploy(shell, box.container, source)
+    (source.root / "new").write_bytes(os.urandom(3000))
+    way = Steps()
+    assert verbs.deploy(shell, box.container, source, way=way).reused == 5
+    assert way.steps == AHEAD

@@ -20,7 +20,6 @@ from proxy import Proxy
 
 from dflash_ops import deploy as verbs
 from dflash_ops import remembered
-from dflash_ops import source as sources
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, OpsError, PreflightError
 from dflash_ops.progress import Progress
@@ -98,16 +97,13 @@ class Target:
     def __init__(self, door: Shell, container: Container, source: Source, folder: Path, rng: random.Random) -> None:
         self.door, self.container, self.source, self.folder, self.rng = door, container, source, folder, rng
         self.known = {verbs.deploy(door, container, source).release}
-        self.there = self.contents()
-
-    def contents(self) -> list[str]:
-        return [file.sha256 for file in sources.read(self.door, self.source).manifest.files]
+        self.memory = remembered._file(container).read_bytes()
 
     def expect(self, container: Container, case: Case) -> None:
         """Lets deploys to the container go the case's way."""
         remembered._file(container).unlink(missing_ok=True)
         if case.way == "ahead":
-            remembered.remember(container, self.there)
+            remembered._file(container).write_bytes(self.memory)
 
     def change(self) -> None:
         """New content for a few files; the others are there already."""
@@ -126,7 +122,7 @@ class Target:
         done = verbs.deploy(self.door, self.container, self.source)
         assert done.release > max(self.known)
         self.known.add(done.release)
-        self.there = self.contents()
+        self.memory = remembered._file(self.container).read_bytes()
         until(lambda: leftovers(self.door, self.container) == [])
         if len(listed) > 10:
             verbs.prune(self.door, self.container, 2)  # the disk is small
