@@ -75,8 +75,8 @@ def judge(lines: Sequence[Line], names: Sequence[str], kind: str, blob: bytes, *
     names: what the host is called; each name that has keys must have this one. bare: its name without a port, under
     which the very same key is good enough.
     """
-    spoken = [line for name in (*names, *([bare] if bare else [])) for line in of(lines, name)]
-    revoked = tuple(line for line in spoken if line.marker == "@revoked" and line.blob == blob)
+    spoken = (line for name in (*names, *([bare] if bare else [])) for line in of(lines, name))
+    revoked = tuple(dict.fromkeys(line for line in spoken if line.marker == "@revoked" and line.blob == blob))
     if revoked:
         return Verdict("revoked", revoked)
     verdicts = [_judge(of(lines, name), kind, blob) for name in names]

@@ -225,7 +225,7 @@ def _unable(name: str, setting: str, why: str) -> ConfigError:
 
 
 def _correct(name: str) -> str:
-    return f"correct ~/.ssh/config (`ssh -G {name}` shows what applies), or name another file as `ssh_config`"
+    return f"correct your ssh configuration (`ssh -G {name}` shows what applies), or name another file as `ssh_config`"
 
 
 def _number(text: str, what: str, name: str) -> int:

@@ -63,11 +63,10 @@ def check_host_key(opening: Opening, transport: Any, lines: list[known_hosts.Lin
         return
     shown = f"{kind} {known_hosts.fingerprint(blob)}"
     said = ", ".join(map(str, verdict.lines))
-    file = (*hop.user_known_hosts, Path("~/.ssh/known_hosts").expanduser())[0]
-    entry = shlex.quote(f"{hop.known_as} {kind} {key.get_base64()}")
+    files = (*hop.user_known_hosts, *hop.global_known_hosts)
     add = (
         "compare it with the host's own (there: ssh-keygen -lf /etc/ssh/ssh_host_"
-        f"{kind.removeprefix('ssh-').split('-')[0]}_key.pub), then: echo {entry} >> {shlex.quote(str(file))}"
+        f"{kind.removeprefix('ssh-').split('-')[0]}_key.pub), then{_add(files, hop.known_as, kind, key.get_base64())}"
     )
     match verdict.word:
         case "revoked":
@@ -78,8 +77,8 @@ def check_host_key(opening: Opening, transport: Any, lines: list[known_hosts.Lin
                 next="don't connect; ask whoever runs the host for its new key",
             )
         case "changed":
-            files = dict.fromkeys(str(each.file) for each in verdict.lines)
-            forget = "; ".join(f"ssh-keygen -f {shlex.quote(each)} -R {shlex.quote(hop.known_as)}" for each in files)
+            changed = dict.fromkeys(str(each.file) for each in verdict.lines)
+            forget = "; ".join(f"ssh-keygen -f {shlex.quote(each)} -R {shlex.quote(hop.known_as)}" for each in changed)
             raise HostKeyError(
                 f"the host key of {hop.known_as} has changed",
                 where=opening.where,
@@ -91,7 +90,17 @@ def check_host_key(opening: Opening, transport: Any, lines: list[known_hosts.Lin
         case "authority":
             why = f"{said} is a @cert-authority: host certificates can't be checked here, and the host shows {shown}"
         case _:
-            why = f"{shown} is not in {file}"
+            why = f"{shown} is not in {files[0] if files else 'any file: none is named'}"
     if "KnownHostsCommand" in hop.lacks:
         why += " (KnownHostsCommand is not run)"
     raise HostKeyError(f"the host key of {hop.known_as} is not known", where=opening.where, why=why, next=add)
+
+
+def _add(files: tuple[Path, ...], name: str, kind: str, key: str) -> str:
+    """How to make a key known: the command that adds it to the first file that can hold it (/dev/null, say, can't)."""
+    entry = shlex.quote(f"{name} {kind} {key}")
+    for file in files:
+        if file.is_file() or not file.exists():
+            folder = "" if file.parent.is_dir() else f"mkdir -p -m 700 {shlex.quote(str(file.parent))} && "
+            return f": {folder}echo {entry} >> {shlex.quote(str(file))}"
+    return f" name a UserKnownHostsFile (or `known_hosts` in the inventory) to hold this line: {entry}"

@@ -168,7 +168,19 @@ OUT = [
         HostKeyError,
         "KnownHostsCommand is not run",
     ),
-    Refusal("unknown-with-no-file-to-add-to", "UserKnownHostsFile none", HostKeyError, ">> /root/.ssh/known_hosts"),
+    Refusal(
+        "unknown-with-no-file-to-add-to",
+        "UserKnownHostsFile /dev/null",
+        HostKeyError,
+        "is not in /dev/null ... name a UserKnownHostsFile ... to hold this line: '[127.0.0.1]:{target} ssh-ed25519",
+    ),
+    Refusal("unknown-with-no-file", "UserKnownHostsFile none", HostKeyError, "is not in any file: none is named"),
+    Refusal(
+        "unknown-with-no-folder",
+        "UserKnownHostsFile {dir}/new/known_hosts",
+        HostKeyError,
+        "then: mkdir -p -m 700 {dir}/new && echo ... >> {dir}/new/known_hosts",
+    ),
     Refusal(
         "changed-host-key",
         "UserKnownHostsFile {dir}/changed",
