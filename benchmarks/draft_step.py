@@ -165,7 +165,7 @@ def profile(mine: Ours, batch: FeatureBatch, file: Path) -> None:
         for _ in range(3):
             mine.step(batch)
         wait_for(batch.features_BSF.device)
-    key = "self_cuda_time_total" if batch.features_BSF.is_cuda else "self_cpu_time_total"
+    key = "self_device_time_total" if batch.features_BSF.is_cuda else "self_cpu_time_total"
     file.write_text(found.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=110))
 
 

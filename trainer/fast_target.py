@@ -188,6 +188,8 @@ class FastLayers:
     ) -> None:
         """compiled: how a function is compiled; as a default not at all. fp8: see fp8.py."""
         self._runner, self._attention = runner, switches.target_attention
+        if runner.head_VH.dtype not in (torch.bfloat16, torch.float16) and runner.head_VH.is_cuda:
+            self._attention = "flex"  # the others' kernels take nothing else
         self.shape = (rows, row_tokens)
         config = runner.model.config
         first = runner.model.model.layers[0]

@@ -213,10 +213,8 @@ class Learner:
 
     def learn(self, batch: FeatureBatch) -> None:
         """Adds a batch's gradients to the step under way."""
-        if self._working is not None:
-            self._working.refresh()
-            if self.step_terms is not None:  # a sum of several batches is kept in float32, and so wants its own place
-                self._working.add_up()
+        if self._working is not None and self.step_terms is not None:
+            self._working.add_up()  # a sum of several batches is kept in float32, and so wants its own place
         terms = self.terms(batch)
         terms.loss_sum.backward()
         done = terms.detached()
@@ -285,8 +283,6 @@ class Learner:
     @torch.no_grad()
     def measure_all(self, batch: FeatureBatch) -> Measured:
         """A batch that is not learned from, at all its anchors: many forwards, all of the shape that `learn` has."""
-        if self._working is not None:
-            self._working.refresh()
         parts = [self._part(batch, index) for index in range(batch.forwards())]
         terms = parts[0][0]
         for more, _ in parts[1:]:
@@ -338,6 +334,7 @@ class Learner:
         else:
             attention = tuple(dense_mask(blocks, row_tokens, sight) for sight in draft.sights)
         if self._working is not None:
+            self._working.refresh()
             hidden_BQH = self._forward(
                 self._working.weights,
                 self._working.shape,
