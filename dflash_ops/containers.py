@@ -258,7 +258,7 @@ def _settle(container: Container, found: Found, wants_running: bool, did: str) -
                 why=f"it was to be {did} {_SETTLE_SECONDS:.0f} s ago",
                 next="on the host: ha-manager status; pct status " + str(found.vmid),
             )
-        time.sleep(1.0)
+        time.sleep(0.5)
 
 
 def _look_for_runs(

@@ -183,17 +183,30 @@ def test_a_task_that_fails_after_a_200(
     assert type(caught.value) is kind
 
 
-def test_a_task_that_never_ends_and_one_that_is_killed(
-    api: Proxmox, sandbox: SandboxState, shell: Shell, way: str
-) -> None:
-    with wrong(sandbox, hangs="vzstart 202"):
-        words = "has said nothing for 1 s.*pvesh get" if way == "pvesh" else "takes longer than 1 s.*its task goes on"
-        with pytest.raises(TimedOutError, match=f"starting it {words}"):
-            api.run(START, "starting it", seconds=1.0)
-    (hung,) = api.get("nodes", "pve", "tasks", vmid=202, source="active", typefilter="vzstart")
-    shell.run(by_ssh(sandbox), Command(("kill", "-9", str(hung["pid"]))), check=True)
-    status = ("nodes", "pve", "tasks", hung["upid"], "status")
-    assert retry_until(lambda: api.get(*status).get("exitstatus")) == "unexpected status"
+def test_a_task_that_never_ends_and_one_that_is_killed(sandbox: SandboxState, shell: Shell) -> None:
+    with proxmox.connect(shell, by_api(sandbox)) as api:
+        with (
+            wrong(sandbox, hangs="vzstart 202"),
+            pytest.raises(TimedOutError, match="its task goes on there") as caught,
+        ):
+            api.run(START, "starting it", seconds=0.4)
+        upid = re.findall(r"UPID:\S+:", str(caught.value))[0]
+        (hung,) = [it for it in api.get("nodes", "pve", "tasks", source="active") if it["upid"] == upid]
+        shell.run(by_ssh(sandbox), Command(("kill", "-9", str(hung["pid"]))), check=True)
+        status = ("nodes", "pve", "tasks", upid, "status")
+        assert retry_until(lambda: api.get(*status).get("exitstatus")) == "unexpected status"
+
+
+def test_a_task_that_is_silent_by_pvesh() -> None:
+    class Silent(Shell):
+        def stream(self, *_: Any, **__: Any) -> int:
+            raise TimedOutError("no answer")
+
+    api = Proxmox(proxmox.Pvesh(Silent(), Host("lab", "lab")), Host("lab", "lab"))
+    with pytest.raises(
+        TimedOutError, match=r"starting it has said nothing for 600 s .*pvesh get /nodes/pve/tasks --vmid 202"
+    ):
+        api.run(START, "starting it")
 
 
 @contextlib.contextmanager
@@ -370,11 +383,11 @@ def test_another_certificate_is_refused_with_both_fingerprints(sandbox: SandboxS
 
 
 def test_a_slow_api_is_waited_for_and_given_up_in_time(sandbox: SandboxState, shell: Shell, soak: bool) -> None:
-    with wrong(sandbox, delay=4.0 if soak else 1.0), proxmox.connect(shell, by_api(sandbox)) as https:
+    with wrong(sandbox, delay=4.0 if soak else 0.6), proxmox.connect(shell, by_api(sandbox)) as https:
         assert https.get("version")["release"]
-        https._way._seconds = 0.5  # type: ignore[attr-defined]
+        https._way._seconds = 0.2  # type: ignore[attr-defined]
         https._way.close()
-        with pytest.raises(TimedOutError, match=r"no answer to GET /version in 0.5 s.*pveproxy"):
+        with pytest.raises(TimedOutError, match=r"no answer to GET /version in 0.2 s.*pveproxy"):
             https.get("version")
 
 

@@ -180,8 +180,8 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_opened_anew_for_question
 @pytest.mark.parametrize("answer", [drip, silent], ids=["drips", "is silent"])
 def test_an_api_that_is_too_slow_ends_in_an_error(answer: Answer, asking: Asking, node: Identity) -> None:
     with serve([answer, data(2)], node) as server:
-        client = asking(server, ca=node.certificate, seconds=0.7)
-        with pytest.raises(TimedOutError, match=r"no answer to GET /nodes/pve/.* in 0.7 s"):
+        client = asking(server, ca=node.certificate, seconds=0.4)
+        with pytest.raises(TimedOutError, match=r"no answer to GET /nodes/pve/.* in 0.4 s"):
             client.ask(CALL)
         client._seconds = 30.0
         assert client.ask(CALL) == 2
@@ -189,7 +189,7 @@ def test_an_api_that_is_too_slow_ends_in_an_error(answer: Answer, asking: Asking
 
 def test_an_api_that_takes_its_time_is_waited_for(asking: Asking, node: Identity) -> None:
     def slowly(connection: Any, stop: threading.Event) -> None:
-        stop.wait(0.5)
+        stop.wait(0.2)
         data("there")(connection, stop)
 
     with serve([slowly], node) as server:

@@ -136,7 +136,7 @@ def _serve(server: Server, raw: socket.socket, context: ssl.SSLContext | None) -
     with contextlib.suppress(OSError), raw:  # the client may have gone, and refuses wrong certificates
         connection = context.wrap_socket(raw, server_side=True) if context else raw
         with connection:
-            connection.settimeout(0.2)
+            connection.settimeout(0.02)  # how often it is looked whether the test is over
             while not server.stop.is_set() and (request := _request(server, connection)):
                 server.requests.append(request)
                 turn = min(len(server.requests), len(server.answers)) - 1
