@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 import stand_in
+import typer
 from conftest import Box, Cli, write_inventory
 from test_progress import on_a_terminal
 from typer.testing import CliRunner
 
-from dflash_ops import cli_deploy, deploy, gpus, many, render_many, status
+from dflash_ops import cli_deploy, cli_many, deploy, gpus, many, render_many, status
 from dflash_ops import source as sources
 from dflash_ops.cli import app
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
-from dflash_ops.many import At, each, worst
+from dflash_ops.many import At, Outcome, each, worst
 from dflash_ops.release import Manifest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
@@ -230,6 +231,16 @@ def test_ctrl_c_says_what_was_done_where() -> None:
     assert done.stderr == "last: interrupted, 0.0 s\n"
 
 
+def test_after_ctrl_c_nothing_is_asked_or_begun(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = cli_many.There(shell, None, None, ["all"], False, True, False)
+    there.__dict__["containers"] = on_hosts(1)
+    broken_off = [Outcome("c0", None, None, many.Interrupted("interrupted"), 0.0)]
+    monkeypatch.setattr(many, "each", lambda *_, **__: broken_off)
+    with pytest.raises(typer.Exit) as ended:
+        there.look(lambda at: None)
+    assert ended.value.exit_code == 130
+
+
 # -- what is shown
 
 
@@ -407,7 +418,9 @@ def test_runs_of_many_are_waited_for_and_stopped(cli: Cli, source: Path, tmp_pat
         waiting.send_signal(signal.SIGINT)
         _, err = waiting.communicate(timeout=30)
         assert waiting.returncode == 130
-        assert err.count(b"interrupted") == 2 and b"left it; the run goes on" in err and b"the connection" not in err
+        assert (
+            err.count(b"interrupted (box") == 2 and b"left it; the run goes on" in err and b"the connection" not in err
+        )
         taken = results(cli(*start, "--on", "all"))
         assert [it["exit_code"] for it in taken.values()] == [7, 7, 6, 8]
         stopped = cli("train", "stop", "--on", "both", "--json")
