@@ -184,11 +184,8 @@ def test_a_task_that_fails_after_a_200(
 
 
 def test_a_task_that_never_ends_and_one_that_is_killed(sandbox: SandboxState, shell: Shell) -> None:
-    with proxmox.connect(shell, by_api(sandbox)) as api:
-        with (
-            wrong(sandbox, hangs="vzstart 202"),
-            pytest.raises(TimedOutError, match="its task goes on there") as caught,
-        ):
+    with proxmox.connect(shell, by_api(sandbox)) as api, wrong(sandbox, hangs="vzstart 202"):
+        with pytest.raises(TimedOutError, match="its task goes on there") as caught:
             api.run(START, "starting it", seconds=0.4)
         upid = re.findall(r"UPID:\S+:", str(caught.value))[0]
         (hung,) = [it for it in api.get("nodes", "pve", "tasks", source="active") if it["upid"] == upid]
