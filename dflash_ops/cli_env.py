@@ -12,6 +12,7 @@ from dflash_ops.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container
+    from dflash_ops.deployed import Pruned
     from dflash_ops.environment import Checked, Environment, Synced, WarmedUp
     from dflash_ops.many import At
 
@@ -123,6 +124,28 @@ def _show_environments(container: "Container", found: "list[Environment]") -> No
         for it in found
     ]
     render.table(columns, rows, right=("SIZE",), spare=("TRANSFORMERS", "MADE"))
+
+
+@app.command()
+@in_containers
+def prune(
+    there: There,
+    keep: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the newest environments stay.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove old environments; never the current one, or one that a run uses."""
+    from dflash_ops import environment
+
+    there.serve(lambda at: environment.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned)
+
+
+def _show_pruned(done: "Pruned") -> None:
+    for name in done.removed:
+        render.say(f"{'would remove' if done.dry_run else 'removed'} {name}")
+    for item in done.kept:
+        render.say(f"kept {item.id}: {item.why}")
+    freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
+    render.say(f"{len(done.removed)} of {len(done.removed) + len(done.kept)} environments in {done.container}{freed}")
 
 
 @app.command()

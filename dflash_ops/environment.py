@@ -1,4 +1,4 @@
-"""env sync, check, warm, list: the packages that the trainer runs with, in the container."""
+"""env sync, check, warm, list, prune: the packages that the trainer runs with, in the container."""
 
 import time
 from collections.abc import Mapping
@@ -8,14 +8,16 @@ from typing import Any
 
 from dflash_ops import answers, data, runs, wheels
 from dflash_ops.command import Container, Query
+from dflash_ops.deployed import Kept, Pruned
 from dflash_ops.errors import PreflightError
-from dflash_ops.exchange import exchange
+from dflash_ops.exchange import client, exchange
 from dflash_ops.progress import Progress
 from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
 
 _PATIENCE_SECONDS = 5.0
 _ASK_SECONDS = 90.0
+_PRUNE_SECONDS = 600.0  # one with torch is 5 GB in 30,000 files
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,17 @@ def list_all(shell: Shell, container: Container) -> list[Environment]:
     return [_environment(each) for each in reply["environments"]]
 
 
+def prune(shell: Shell, container: Container, keep: int, *, dry_run: bool = False) -> Pruned:
+    """Removes all but the newest `keep` environments; never the current one, or one that a run uses. BusyError while a
+    sync goes on."""
+    common = {"path": container.path, "client": client(), "patience": _PATIENCE_SECONDS}
+    parameters = {**common, "do": "prune", "keep": keep, "dry_run": dry_run}
+    command = bundle.command(container.python, "venv", parameters)
+    reply = shell.ask(container, Query(command, answers.answer), timeout=_PRUNE_SECONDS)
+    kept = tuple(Kept(item["id"], item["why"]) for item in reply["kept"])
+    return Pruned(str(container), dry_run, tuple(reply["removed"]), kept, reply["freed_bytes"])
+
+
 def _environment(record: Mapping[str, Any]) -> Environment:
     same = ("id", "current", "whole", "made_at", "release", "python", "torch", "transformers")
     return Environment(**{key: record[key] for key in same}, size=record["bytes"], used_by=tuple(record["used_by"]))
@@ -134,7 +147,7 @@ def sync(
     it lacks one, or there is no room; and when pip or uv fails. BusyError while another sync goes on."""
     progress, begun = progress or Progress(), time.monotonic()
     house = wheels.in_folder(wheelhouse) if wheelhouse else []
-    parameters = {**wanted(container), "release": release, "patience": _PATIENCE_SECONDS}
+    parameters = {**wanted(container), "do": "sync", "release": release, "patience": _PATIENCE_SECONDS}
     progress.step(f"asking {container}")
     sent = need = 0
     installer = None

@@ -20,6 +20,8 @@ from dflash_ops.remote.answers import Fault
 from dflash_ops.remote.requirements import Lock, Pins
 
 RECORD = "env.json"
+# Before the name of one that is being removed.
+DOOMED = ".gone-"
 
 _LOOK_SECONDS = 60.0
 _SMI_SECONDS = 10.0
@@ -140,7 +142,9 @@ def names(path: Path) -> list[str]:
     """The ids of all environments, the oldest first; also of those that no build has finished."""
     try:
         found = [
-            entry for entry in (path / "env").iterdir() if (entry / "pyvenv.cfg").is_file() and not entry.is_symlink()
+            entry
+            for entry in (path / "env").iterdir()
+            if (entry / "pyvenv.cfg").is_file() and not entry.is_symlink() and not entry.name.startswith(DOOMED)
         ]
     except FileNotFoundError:
         return []

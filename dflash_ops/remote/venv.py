@@ -17,7 +17,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _WHEELS = re.compile(r"\.wheels-[0-9a-f]{12}")
 def main(parameters: dict[str, Any]) -> int:
     path = Path(parameters["path"])
     os.umask(0o022)
-    return answers.answer(path, lambda: sync(path, parameters))
+    return answers.answer(path, lambda: _VERBS[parameters["do"]](path, parameters))
 
 
 def sync(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +153,34 @@ def _need(path: Path, lock: Lock, pins: Pins) -> int:
     found = [rundir.read_json(path / "env" / name / environment.RECORD) or {} for name in environment.names(path)]
     like = [int(record["bytes"]) for record in found if record.get("kind") == kind]
     return int(like[-1] * 1.5) if like else _TYPICAL_BYTES[kind]
+
+
+def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Removes all environments but the newest `keep`, the current one, and those that runs use. Unfinished ones are no
+    newest ones. dry_run: only says which."""
+    if not (path / "env").is_dir():
+        return {"removed": [], "kept": [], "freed_bytes": 0}
+    # A start that is going on has chosen its Python already, and shows it to nobody yet.
+    with _only_one(path, parameters), rundir.start_lock(path, parameters["patience"]):
+        every = [environment.describe(path, name) for name in environment.names(path)]
+        whole = [each["id"] for each in every if each["whole"]]
+        reasons = {each["id"]: f"run {each['used_by'][0]} uses it" for each in every if each["used_by"]}
+        reasons.update({each["id"]: "current" for each in every if each["current"]})
+        for name in whole[max(0, len(whole) - parameters["keep"]) :]:
+            reasons.setdefault(name, "among the newest")
+        doomed, freed = [each["id"] for each in every if each["id"] not in reasons], 0
+        if not parameters["dry_run"]:
+            for name in doomed:
+                # By rename first: half an environment has no environment's name.
+                os.rename(path / "env" / name, path / "env" / f"{environment.DOOMED}{name}")
+            for left in (path / "env").glob(f"{environment.DOOMED}*"):
+                freed += releases.remove(left)
+            releases.sync(path / "env")
+    kept = [{"id": each["id"], "why": reasons[each["id"]]} for each in every if each["id"] in reasons]
+    return {"removed": doomed, "kept": kept, "freed_bytes": freed}
+
+
+_VERBS: dict[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {"sync": sync, "prune": prune}
 
 
 def _unused(path: Path) -> list[dict[str, Any]]:
