@@ -121,6 +121,7 @@ def test_a_day_on_a_mac(inventory: Path, tmp_path: Path) -> None:
         ["train", "start", "c.toml", "--name", "a", "--gpus", "none", "--follow"],
         ["train", "fetch", "a"],
         ["gpu-status"],
+        ["inventory", "check", "--connect"],
         ["releases", "--on", "all"],
     ]
     done = on_a_mac(DAY, json.dumps(day), cwd=here, env={"DFLASH_OPS_INVENTORY": str(inventory), "TMPDIR": str(here)})
