@@ -201,7 +201,10 @@ OUT = [
         "known_hosts has only ecdsa-sha2-nistp256 SHA256: ... shows ssh-ed25519 {shown}",
     ),
     Refusal(
-        "revoked-host-key", "UserKnownHostsFile {dir}/revoked", HostKeyError, "is revoked ... {shown} ({dir}/revoked:4)"
+        "revoked-host-key",
+        "UserKnownHostsFile {dir}/revoked",
+        HostKeyError,
+        "is revoked ... revoked by ssh-ed25519 {shown} ({dir}/revoked:4). Next",
     ),
     Refusal(
         "revoked-by-a-list", "RevokedHostKeys {dir}/revoked_keys", HostKeyError, "is revoked ... ({dir}/revoked_keys:1)"

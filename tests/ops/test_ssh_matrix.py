@@ -138,8 +138,12 @@ def test_the_command_for_an_unknown_key_adds_exactly_that_key(world: World) -> N
     assert len((world.folder / "mine").read_text().split("\n")) == 3
 
 
-def test_what_the_inventory_says_wins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = world.alias("Port 1; User nobody; IdentityFile {dir}/stranger; UserKnownHostsFile {dir}/empty")
+def test_what_the_inventory_says_wins(
+    world: World, agents: dict[tuple[str, ...], Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is the only one that is tried, whatever the agent holds."""
+    other = f"Port 1; User nobody; IdentityFile {{dir}}/stranger; IdentityAgent {agents[CROWD].socket}"
+    host = world.alias(f"{other}; UserKnownHostsFile {{dir}}/empty")
     assert host.ssh_config is not None
     mine = replace(host, port=world.target.port, user="joe", key=world.key("id"), known_hosts=world.key("known_hosts"))
     assert who(mine) == "joe"
