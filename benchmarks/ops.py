@@ -7,6 +7,7 @@ rounds, with the least and the most. It is measured beside what OpenSSH's own pr
 
 one file     `dflash-ops deploy` of a tree of 300 files in which one has changed, against `scp` of that file to the host
              and `ssh` host `pct push` (which check nothing)
+elsewhere    the same from a machine that has never deployed to the container, and so can't begin its push ahead
 300 files    `dflash-ops deploy` of 300 new files, against one `pct push` for each, one of which is timed
 unchanged    `dflash-ops deploy` of 300 files that the container has: how many commands the host is asked for
 rollback     `dflash-ops rollback` between two releases of 300 files, each checked, through lxc-attach
@@ -65,6 +66,15 @@ class Bench:
     def deploy(self) -> dict[str, Any]:
         return self.ops("deploy", str(self.source))
 
+    def deploy_from_elsewhere(self) -> None:
+        """As from a machine that remembers nothing of the container."""
+        own = os.environ["XDG_CACHE_HOME"]
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=self.folder)
+        try:
+            self.deploy()
+        finally:
+            os.environ["XDG_CACHE_HOME"] = own
+
     def openssh(self, program: str, *words: str) -> None:
         port = "-P" if program == "scp" else "-p"
         options = ["-q", "-o", f"UserKnownHostsFile={self.state.known_hosts}", "-o", "BatchMode=yes", "-F", "none"]
@@ -112,10 +122,13 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
 
     first = bench.deploy()["release"]
     one: list[float] = []
+    elsewhere: list[float] = []
     by_hand: list[float] = []
     for _ in range(rounds):  # in turns, so that both meet the same machine
         bench.write(range(1))
         one.append(seconds(bench.deploy))
+        bench.write(range(1))
+        elsewhere.append(seconds(bench.deploy_from_elsewhere))
         by_hand.append(seconds(bench.scp_and_push))
     many: list[float] = []
     pushes: list[float] = []
@@ -133,6 +146,7 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         back.append(seconds(lambda wanted=wanted: bench.ops("rollback", wanted)))
     return {
         "one_file_s": spread(one),
+        "one_file_elsewhere_s": spread(elsewhere),
         "scp_and_pct_push_s": spread(by_hand),
         "one_file_more_s": statistics.median(one) - statistics.median(by_hand),
         "files_300_s": spread(many),
@@ -158,6 +172,7 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     try:
         bench = Bench(up(name, owner=os.getpid(), pct_delay=PCT_SECONDS), folder)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         found = measure(bench, options.rounds)
     finally:
         down(name)
@@ -179,6 +194,7 @@ def main() -> None:
     asked = ", ".join(found["unchanged_300_commands"])
     print(f"one file of {FILES}:     {told('one_file_s')}; scp and ssh pct push: {told('scp_and_pct_push_s')}")
     print(f"                     {found['one_file_more_s']:+.2f} s (to reach: at most +0.25)")
+    print(f"    from elsewhere:  {told('one_file_elsewhere_s')}")
     print(f"{FILES} new files:       {told('files_300_s')}; one pct push: {told('pct_push_s')}")
     print(f"                     {found['files_300_times_faster']:.0f} times faster (to reach: at least 20)")
     print(f"{FILES} unchanged:       {told('unchanged_300_s')}; commands: {asked} (to reach: one, and no pct)")

@@ -74,17 +74,18 @@ def whole(shell: Shell, container: Container, release: str) -> bool:
     return [item.id for item in verbs.releases(shell, container).releases if item.current] == [release]
 
 
-@pytest.mark.parametrize("vmid", [200, 201])
+@pytest.mark.parametrize(("vmid", "user"), [(200, "root"), (201, "root"), (200, "ops")])
 def test_the_push_is_begun_before_the_container_is_asked(
-    shell: Shell, box: Box, source: Source, change, monkeypatch: pytest.MonkeyPatch, vmid: int
+    shell: Shell, box: Box, source: Source, change, monkeypatch: pytest.MonkeyPatch, vmid: int, user: str
 ) -> None:
-    """Once something is known of the container: two commands on the host, one of them in the container."""
+    """Once something is known of the container: two commands on the host, one of them in the container. `ops` may run
+    pct and lxc-attach by sudo."""
     from dflash_ops import ssh
 
     lines: list[bytes] = []
     start = ssh.Link.start
     monkeypatch.setattr(ssh.Link, "start", lambda link, line, **rest: lines.append(line) or start(link, line, **rest))
-    container, first = replace(box.container, vmid=vmid), Steps()
+    container, first = replace(box.container, vmid=vmid, host=replace(box.host, user=user)), Steps()
     verbs.deploy(shell, container, source, way=first)
     assert first.steps == USUAL
     for _ in range(2):
