@@ -20,7 +20,8 @@ _SCHEMA_VERSION = 1
 # The first digits of a sha256 are enough for a guess.
 _DIGITS = 16
 _MOST_CONTENTS = 20_000
-_MOST_STATES = 2_000
+# A push that is begun before the source is read waits for that, and so it must not take long.
+_MOST_STATES, _MOST_BYTES = 2_000, 100_000_000
 _MOST_FILES = 64
 
 
@@ -62,7 +63,8 @@ def remember(container: Container, root: Path, files: Sequence[FileEntry]) -> No
     regular = [file for file in files if file.link is None]
     known = (recall(container) or NOTHING).contents
     contents = list(dict.fromkeys([*(file.sha256[:_DIGITS] for file in regular), *sorted(known)]))[:_MOST_CONTENTS]
-    states = [(file.path, *_state(root, file.path)) for file in regular] if len(regular) <= _MOST_STATES else []
+    quick = len(regular) <= _MOST_STATES and sum(file.size for file in regular) <= _MOST_BYTES
+    states = [(file.path, *_state(root, file.path)) for file in regular] if quick else []
     memory: dict[str, Any] = {"contents": contents, "root": str(root), "states": states}
     file = _file(container)
     new = file.with_name(f".{file.name}-{os.getpid()}")

@@ -29,11 +29,12 @@ _MAKE = (
 _STAGE_SCRIPT = _MAKE + 'echo "stage:$stage"; cat >/dev/null'
 
 # `pct push` starts while the folder is made, and reads what it pushes from its stdin: the folder's `archive` once we
-# hear "go"; nothing at any other word, after 30 s of none, or at our end, for it holds the container's lock. The pipe
-# has no name: pct opens /dev/stdin long after its start, when all may have been written; a named one would wait then.
+# hear "go"; nothing at any other word, after 8 s of none, or at our end, for it holds the container's lock, for which
+# others wait 10 s. The pipe has no name: pct opens /dev/stdin long after its start, when all may have been written, and
+# a named one would wait for another writer then.
 _WAITING_PUSH_SCRIPT = (
     f'exec 3>&1; if [ "$(id -u)" = 0 ]; then set -- pct "$@"; else set -- sudo -n -- {PCT} "$@"; fi; '
-    f'{{ {_MAKE} echo "stage:$stage" >&3; [ "$(timeout 30 head -n 1)" = go ] && cat "$stage/archive"; }} '
+    f'{{ {_MAKE} echo "stage:$stage" >&3; [ "$(timeout 8 head -n 1)" = go ] && cat "$stage/archive"; }} '
     '2>/dev/null | LC_ALL=C.UTF-8 "$@" >/dev/null 3>&-; echo "pushed:$?"; cat >/dev/null'
 )
 

@@ -271,6 +271,9 @@ def test_what_is_remembered(box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path:
         memory = remembered.recall(container)
         change()
         assert memory and memory.differs(root)
+    remembered.remember(container, root, [replace(second, size=200_000_000)])  # reading it would take long
+    memory = remembered.recall(container)
+    assert memory and not memory.states and not memory.lacks([second])
     assert remembered.recall(replace(container, path="/opt/other")) is None
     for number in range(70):
         remembered.remember(replace(container, vmid=1000 + number), root, [])
