@@ -170,7 +170,8 @@ def _transport(opening: Opening, line: Any, lines: list[known_hosts.Line]) -> An
     options.ciphers = _allowed(opening, "Ciphers", options.ciphers, hop.ciphers)
     options.digests = _allowed(opening, "MACs", options.digests, hop.macs)
     transport.use_compression(hop.compression)
-    transport.banner_timeout = transport.handshake_timeout = opening.clock.seconds
+    # Ours is the clock: its own limits are out of the way.
+    transport.banner_timeout = transport.handshake_timeout = opening.clock.seconds + 60
     return transport
 
 

@@ -108,7 +108,8 @@ class Sshd:
         # We listen ourselves, and sshd gets each connection as inetd would give it: no port has to be guessed.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _write_users(self, shells: Mapping[str, str]) -> None:
         passwd, shadow = [], []
@@ -198,6 +199,7 @@ class Sshd:
     def end(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listener.close()
         self.cut()
 

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,19 +72,20 @@ class Mute:
             self.listener.bind(str(path))
             self.listener.listen()
         self._words, self._open = words, list[socket.socket]()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self) -> None:
-        try:
+        with suppress(OSError):  # the listener was shut down
             while True:
                 connection, _ = self.listener.accept()
-                connection.sendall(self._words)
                 self._open.append(connection)
-        except OSError:
-            return
+                with suppress(OSError):  # it has gone away already
+                    connection.sendall(self._words)
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self.listener.close()
         for connection in self._open:
             connection.close()
