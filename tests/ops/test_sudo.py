@@ -189,7 +189,7 @@ def test_every_verb_as_a_user_who_is_not_root(
         retry_until(stepped)
         assert len(status.gpu_status(shell, ours.host, [ours], ours).gpus) == 2
         assert [check.name for check in doctor.doctor(shell, ours).checks if check.where == str(ours)]
-    assert train.stop(shell, ours, "a", grace=5).run.state is RunState.STOPPED
+    assert train.stop(shell, ours, "a", grace=20).run.state is RunState.STOPPED
 
 
 @pytest.mark.parametrize(
