@@ -178,6 +178,9 @@ def memory(
     for place, workers in Counter(layout.targets).items():  # workers of one place share its weights
         for device, weights in zip(place, target.spread(len(place)), strict=True):
             held, forward = target_parts(target, weights, draft, batch)
+            if config.target.fp8:  # beside the others, which decode
+                narrow = sum(target.layer_weights) / len(place)
+                parts.setdefault(device, []).append(Part("target's matrices in fp8", narrow, (SPREAD,)))
             if len(place) > 1:
                 held = replace(held, what=f"{held.what}, a share of its layers")
             parts.setdefault(device, []).extend((held, _times(workers, forward, "targets")))

@@ -293,6 +293,14 @@ def test_a_spread_target_has_its_layers_in_shares(qwen3_4b: Path) -> None:
     assert "target's head" in memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:0"]))["cuda:0"]
 
 
+def test_a_target_in_fp8_has_a_byte_more_for_each_weight_of_its_layers(qwen3_4b: Path) -> None:
+    plain = memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:3"]))
+    narrow = memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:3"], "target.fp8=true"))
+    more = [narrow[f"cuda:{place}"].pop("target's matrices in fp8") for place in range(2)]
+    # All but the embedding, which is the head, and the last norm.
+    assert narrow == plain and sum(more) * MIB == pytest.approx(4_022_468_096 - 151_936 * 2560, rel=1e-4)
+
+
 def test_a_spread_target_s_weights_are_those_that_are_put_there(tiny_folder: Path) -> None:
     """Counted, and placed: "meta" is the second device."""
     model = load_target(tiny_folder / "target").model
