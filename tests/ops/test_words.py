@@ -47,6 +47,7 @@ def login_shell(shell: Shell, box: Host, user: str, program: str) -> Generator[N
         change("/bin/bash")
 
 
+@pytest.mark.timeout(900)  # whole, on a busy machine
 @pytest.mark.parametrize("via", ["lxc-attach", "pct"])
 def test_10_000_words(via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]]) -> None:
     host = Host("box", sandbox.host, sandbox.port, sandbox.user, sandbox.key, sandbox.known_hosts)
@@ -54,6 +55,7 @@ def test_10_000_words(via: str, sandbox: SandboxState, shell: Shell, share: Call
     arrive(shell, container, share(list(range(500))))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("program", "via"), [("/usr/bin/fish", "lxc-attach"), ("/usr/bin/tcsh", "pct")])
 def test_words_through_sudo_and_an_odd_login_shell(
     program: str, via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]]
