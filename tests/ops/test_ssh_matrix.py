@@ -7,6 +7,7 @@ says nothing of us.
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -82,12 +83,12 @@ def agents(world: World) -> Iterator[dict[tuple[str, ...], Agent]]:
     """An agent for each hand of keys that a row asks for."""
     for name in CROWD:
         make_key(world.key(name))
-    made: dict[tuple[str, ...], Agent] = {}
-    for keys in {row.agent for row in IN if row.agent}:
-        made[keys] = Agent(world.folder).add(*map(world.key, keys), passphrase="sesame")
-    yield made
-    for agent in made.values():
-        agent.end()
+    with ExitStack() as stack:
+        made: dict[tuple[str, ...], Agent] = {}
+        for keys in {row.agent for row in IN if row.agent}:
+            made[keys] = stack.enter_context(Agent(world.folder))
+            made[keys].add(*map(world.key, keys), passphrase="sesame")
+        yield made
 
 
 @pytest.mark.parametrize("row", IN, ids=lambda row: row.name)
