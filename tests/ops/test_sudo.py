@@ -14,7 +14,7 @@ from stand_in import retry_until
 
 from dflash_ops import data, deploy, doctor, source, status, sudo, train
 from dflash_ops.command import Command, Container, Host, Local, Place, Result, Sudo, line, pct
-from dflash_ops.errors import BusyError, NotFoundError, PreflightError
+from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError
 from dflash_ops.gate import Gate
 from dflash_ops.runs import RunState, StartRequest
 from dflash_ops.sandbox.state import SandboxState
@@ -277,3 +277,11 @@ def test_as_root_where_sudo_allows_everything(ours: Container, sudoers: Callable
             assert talk.hear() == b"held"
             assert shell.run(ours, held).code == 7
     assert shell.run(Local(), Command(("true",))).code == 0
+
+
+def test_what_ops_sends_is_theirs(ours: Container, shell: Shell) -> None:
+    """SFTP in the sandbox acts as who logged in, as a real server's does."""
+    assert shell.send(ours.host, b"x", "/home/ops/mine") == 1
+    assert shell.run(ours.host, Command(("stat", "-c", "%U", "/home/ops/mine"))).out == b"ops\n"
+    with pytest.raises(OpsError, match=r"the upload failed .*/etc/theirs.*[Pp]ermission"):
+        shell.send(ours.host, b"x", "/etc/theirs")
