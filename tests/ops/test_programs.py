@@ -9,7 +9,23 @@ from typing import Any
 
 from test_runs import facts
 
-from dflash_ops import checks, errors, gpu_free, gpus, keeping, runs, stops, watching, xids
+from dflash_ops import (
+    checks,
+    containers,
+    discover,
+    errors,
+    gpu_free,
+    gpus,
+    keeping,
+    many,
+    proxmox_values,
+    runs,
+    snapshots,
+    stops,
+    watching,
+    xids,
+)
+from dflash_ops.cli_many import _result  # pyright: ignore[reportPrivateUsage]
 from dflash_ops.remote import notify
 from trainer.records import Status
 
@@ -54,6 +70,15 @@ def test_every_field_is_documented() -> None:
         "View": set(watching.View(run).to_json()),
         "GpuLoad": fields(watching.GpuLoad),
         "Removed": fields(keeping.Removed),
+        "Outcome": set(_result(many.Outcome("a", None, None, None, 1.0), 0, lambda value: value)),
+        "ContainerStatus": fields(containers.ContainerStatus),
+        "Changed": fields(containers.Changed),
+        "Snapped": fields(snapshots.Snapped),
+        "Snapshot": fields(proxmox_values.Snapshot),
+        "Lost": fields(snapshots.Lost),
+        "WentBack": fields(snapshots.WentBack),
+        "Discovered": fields(discover.Discovered),
+        "Added": fields(discover.Added),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
     assert {name: documented(name) for name in shapes} == shapes
