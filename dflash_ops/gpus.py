@@ -169,16 +169,6 @@ class GpuStatus:
         }
 
 
-@dataclass(frozen=True)
-class LockHolder:
-    """Who holds the lock of a GPU on the hypervisor. pid: the host's."""
-
-    index: int
-    pid: int
-    run_id: str | None
-    vmid: int | None
-
-
 # -- questions
 
 
@@ -283,12 +273,3 @@ def integer(text: str) -> int | None:
 
 def no_value(text: str) -> bool:
     return text.startswith("[") or text in ("", "N/A", "ERR!")
-
-
-def lock_holders(view: Mapping[str, Any]) -> list[LockHolder]:
-    """Who holds which GPU lock, from the host's view."""
-    return [
-        LockHolder(index, holder["pid"], holder["locks_for"], holder["vmid"])
-        for holder in view["holders"]
-        for index in holder["locks"]
-    ]

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from dflash_ops import gpu_locks
 from dflash_ops.answers import answer, raise_fault
 from dflash_ops.command import Command, Container, Query, Result
 from dflash_ops.errors import CancelledError, ConfigError, OpsError, RunFailedError, StillRunningError, UsageFault
@@ -23,11 +24,6 @@ from dflash_ops.remote import bundle, rundir
 from trainer.records import Status
 
 SCHEMA_VERSION = 1
-
-# Of a GPU that only one run may have: the file lives on the hypervisor, so that containers that share a card share it.
-# /run/lock exists on every Proxmox host; flock makes the file.
-_LOCKS = "/run/lock"
-LOCK_TAKEN = 7
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -306,10 +302,16 @@ def env_names(text: str, file: str) -> list[str]:
 
 
 def start_command(
-    container: Container, request: StartRequest, run_id: str, *, check_instead_of: str | None = None
+    container: Container,
+    request: StartRequest,
+    run_id: str,
+    *,
+    check_instead_of: str | None = None,
+    uuids: Sequence[str] | None = None,
 ) -> Command:
     """The one command of a start: GPU locks on the host, the start script in the container. check_instead_of: a run
-    that goes on and whose place this one shall take: then nothing is started, locked or changed, but all is checked."""
+    that goes on and whose place this one shall take: then nothing is started, locked or changed, but all is checked.
+    uuids: of the GPUs to lock, where they are known; else the inventory's indices say which."""
     declared = tuple(range(len(container.gpus))) or None
     gpus = declared if request.gpus is None else request.gpus
     parameters = {
@@ -335,6 +337,11 @@ def start_command(
         "share_gpus": request.share_gpus,
         "check_only": check_instead_of is not None,
         "instead_of": check_instead_of,
+        "locks": None
+        if check_instead_of is not None or not (container.gpus and gpus)
+        else "told"
+        if uuids
+        else "meant",
         # As environment.wanted, which is above this file.
         "environment": {
             "pins": asdict(container.pins),
@@ -345,21 +352,8 @@ def start_command(
     if check_instead_of is not None:
         return bundle.command(container.python, "start", parameters)
     return bundle.command(
-        container.python, "start", parameters, mark=run_id, host_prefix=lock_words(container, gpus or ())
+        container.python, "start", parameters, mark=run_id, host_prefix=gpu_locks.words(container, gpus or (), uuids)
     )
-
-
-def lock_words(container: Container, gpus: Sequence[int]) -> tuple[str, ...]:
-    """flock's words for each GPU, in the host's order so that two starts can't wait for each other crosswise.
-
-    -F: flock becomes the command, whose descriptor goes on through lxc-attach to the supervisor.
-    """
-    if not container.gpus:
-        return ()
-    words: list[str] = []
-    for index in sorted(container.gpus[gpu] for gpu in gpus):
-        words += ["flock", "-n", "-E", str(LOCK_TAKEN), "-F", f"{_LOCKS}/{rundir.GPU_LOCK}{index}.lock"]
-    return tuple(words)
 
 
 def list_query(container: Container) -> Query[list[Run]]:

@@ -7,10 +7,11 @@ for in silence: a script that works says so each second, and one that says nothi
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dflash_ops import gpus, runs, stops
+from dflash_ops import gpu_locks, gpus, runs, stops
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import (
     BusyError,
@@ -31,6 +32,7 @@ from dflash_ops.stops import Listing, SessionStopped, Stopped
 CALL_SECONDS = 15.0  # the longest silence of a command in the container
 _START_SECONDS = 2 * HOLD_SECONDS + 20.0  # the start script waits for another start, and then for its own steps
 _TRIES = 3
+_OTHER_GPUS = "the inventory's `gpus` are not what the container has: dflash-ops doctor says what to write there"
 
 OnWait = Callable[[str, int], None]
 
@@ -40,11 +42,15 @@ def start(shell: Shell, container: Container, request: StartRequest, *, on_wait:
     on_wait: told what is waited for, and for how many seconds more."""
     runs.check_name(request.name)
     run_id = runs.new_run_id(request.name)
-    command = runs.start_command(container, request, run_id)
-    for tries_left in reversed(range(_TRIES)):
+    uuids: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    tries_left = _TRIES
+    while True:
+        command = runs.start_command(container, request, run_id, uuids=uuids)
         try:
             result = _hear(shell, container, command, on_wait)
         except LinkLostError:
+            tries_left -= 1
             if not tries_left:
                 raise
             shell.close()  # the next command connects anew
@@ -57,37 +63,67 @@ def start(shell: Shell, container: Container, request: StartRequest, *, on_wait:
                 why=error.why,
                 next=f"it may have happened: dflash-ops train status {run_id}",
             ) from error
-        if result.code == runs.LOCK_TAKEN and not result.out.strip():
-            return _behind_the_lock(shell, container, request, run_id, result)
-        return runs.started(result)
-    raise AssertionError("unreachable")
+        if result.code == gpu_locks.TAKEN and not result.out.strip():
+            found = _behind_the_lock(shell, container, request, run_id, uuids, result)
+            if isinstance(found, Started):
+                return found
+            uuids, notes = found, (_OTHER_GPUS,)
+        elif not uuids and (instead := gpu_locks.instead(result)):
+            uuids, notes = instead.uuids, (_OTHER_GPUS,) if instead.held else ()
+        else:
+            started = runs.started(result)
+            return replace(started, notes=(*started.notes, *notes))
 
 
-def _behind_the_lock(shell: Shell, container: Container, request: StartRequest, run_id: str, result: Result) -> Started:
-    """flock refused on the host: says who holds the GPU, unless that is our own start, whose answer was lost."""
-    wanted = {container.gpus[gpu] for gpu in request.gpus} if request.gpus is not None else set(container.gpus)
-    holders = [it for it in gpus.lock_holders(shell.ask(container.host, gpus.host_query())) if it.index in wanted]
+def _behind_the_lock(
+    shell: Shell, container: Container, request: StartRequest, run_id: str, uuids: Sequence[str], result: Result
+) -> Started | tuple[str, ...]:
+    """flock refused: the run, when it was our own start, whose answer was lost; or the UUIDs of the GPUs that the
+    container really has, when what is taken is none of them. BusyError says who holds which."""
+    wanted = range(len(container.gpus)) if request.gpus is None else request.gpus
+    holders = _lock_holders(shell, container, [container.gpus[gpu] for gpu in wanted], uuids)
     if any(holder.run_id == run_id for holder in holders):
         return Started(_started_before(shell, container, run_id), window=None, freed=(), existing=True)
     if not holders:
         raise BusyError(
             "a GPU was taken a moment ago", where=str(container), why=result.last_words, next="start it again"
         )
+    if not uuids:
+        inside = shell.ask(container, gpus.container_query(container), timeout=CALL_SECONDS)
+        own = gpus.parse_indices(inside["smi"]["gpus"]["out"])
+        real = tuple(uuid for uuid, index in own.items() if index in wanted)
+        if real and not any(holder.uuid in real for holder in holders):
+            return real
     raise _taken(container, holders)
 
 
-def _taken(container: Container, holders: list[gpus.LockHolder]) -> BusyError:
+def _lock_holders(
+    shell: Shell, container: Container, indices: Sequence[int], uuids: Sequence[str]
+) -> list[gpu_locks.LockHolder]:
+    """Who holds the locks of these GPUs: on the host; or in the container, where a login user who may do little on the
+    host takes them."""
+    held = gpu_locks.holders(shell.ask(container.host, gpus.host_query()))
+    found = gpu_locks.of(held, indices, uuids)
+    if found:
+        return found
+    held = gpu_locks.holders(shell.ask(container, gpus.container_query(container), timeout=CALL_SECONDS))
+    return [replace(it, vmid=container.vmid) for it in gpu_locks.of(held, indices, uuids)]
+
+
+def _taken(container: Container, holders: list[gpu_locks.LockHolder]) -> BusyError:
     """Who holds one of the GPUs' locks."""
-    first = next((holder for holder in holders if holder.run_id), holders[0])
+    # A lock without a run: a start that goes on, or another program's; who is in a container says more than lxc-attach.
+    first = next((it for it in holders if it.run_id), next((it for it in holders if it.vmid), holders[0]))
     place = f" in container {first.vmid}" if first.vmid else ""
     who = f"run {first.run_id}{place}" if first.run_id else f"process {first.pid} of the host{place}"
+    since = f" since {first.since[:16].replace('T', ' ')} UTC" if first.since else ""
     stop_it = f"dflash-ops train stop {first.run_id}"
     if first.vmid not in (None, container.vmid):
         stop_it += f" -t NAME, which the inventory gives container {first.vmid}"
     return BusyError(
-        f"GPU {first.index} of {container.host} is taken",
+        f"GPU {first.uuid if first.index is None else first.index} of {container.host} is taken",
         where=str(container),
-        why=f"{who} holds it",
+        why=f"{who} holds it{since}",
         next=stop_it if first.run_id else "dflash-ops gpu-status",
     )
 
@@ -180,8 +216,7 @@ def _check_start(
             next="--gpus with others",
         )
     if known and wanted:
-        locked = {container.gpus[gpu] for gpu in wanted}
-        holders = [it for it in gpus.lock_holders(shell.ask(container.host, gpus.host_query())) if it.index in locked]
+        holders = _lock_holders(shell, container, [container.gpus[gpu] for gpu in wanted], ())
         holders = [it for it in holders if it.run_id != instead_of.id]
         if holders:
             raise _taken(container, holders)

@@ -7,9 +7,6 @@ reset, no setting changed. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +16,6 @@ from dflash_ops.remote import answers, gpuproof, owners, probe, processes
 
 _KILL_SECONDS = 15.0
 _MEMORY_SECONDS = 20.0
-_TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -148,7 +144,7 @@ def free(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     alive = {it["pid"] for it in survivors}
     ended = {pid: it for pid, it in described.items() if pid not in alive}
     ended.update({it["pid"]: it for it in killed if it["pid"] not in alive})
-    removed = [] if survivors else _remove_files({run for run in runs if run is not None})
+    removed = [] if survivors else owners.remove_files({run for run in runs if run is not None})
     return {
         "seconds": round(time.monotonic() - began, 3),
         "freed": list(ended.values()),
@@ -157,27 +153,3 @@ def free(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         "removed": removed,
         "gpu": {**proof.result(), "back": back and not survivors},
     }
-
-
-def _remove_files(runs: set[str]) -> list[str]:
-    """Removes shared memory and temporary files whose names carry a freed run's whole id; what links point to stays."""
-    marks = [re.compile(rf"(?<![A-Za-z0-9-]){re.escape(run)}(?![A-Za-z0-9-])") for run in sorted(runs)]
-    removed: list[str] = []
-    for folder in _TEMPORARY:
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError:
-            continue
-        for name in names:
-            if not any(mark.search(name) for mark in marks):
-                continue
-            file = os.path.join(folder, name)
-            try:
-                if os.path.isdir(file) and not os.path.islink(file):
-                    shutil.rmtree(file)
-                else:
-                    os.unlink(file)
-            except OSError:
-                continue  # in use, or gone meanwhile
-            removed.append(file)
-    return removed

@@ -7,6 +7,8 @@ Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +82,46 @@ class Owners:
         state = rundir.read_json(self._over[run_id] / "state.json") if run_id in self._over else None
         return cgroups.pids(state.get("cgroup"), run_id) if state and state.get("boot_id") == self.boot_id else set()
 
+    def remove_groups(self) -> None:
+        """Removes the control groups of earlier runs that are empty now."""
+        for run_id, folder in self._over.items():
+            state = rundir.read_json(folder / "state.json") or {}
+            cgroups.remove(state.get("cgroup"), run_id)
+
     def runs(self, named: set[str]) -> list[dict[str, Any]]:
         """The facts of the living runs, of those that are named, and of the newest one."""
         newest = list(self._over)[-1:]
         over = [run_id for run_id in self._over if run_id in named or run_id in newest]
         return [*self._live.values(), *(rundir.facts(self._over[run_id], self.boot_id) for run_id in over)]
+
+
+# Where a run's processes leave shared memory and temporary files.
+_TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
+
+
+def remove_files(runs: set[str]) -> list[str]:
+    """Removes shared memory and temporary files whose names carry one of these runs' whole id; what links point to
+    stays. Says which."""
+    marks = [re.compile(rf"(?<![A-Za-z0-9-]){re.escape(run)}(?![A-Za-z0-9-])") for run in sorted(runs)]
+    removed: list[str] = []
+    for folder in _TEMPORARY if marks else ():
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            continue
+        for name in names:
+            if not any(mark.search(name) for mark in marks):
+                continue
+            file = os.path.join(folder, name)
+            try:
+                if os.path.isdir(file) and not os.path.islink(file):
+                    shutil.rmtree(file)
+                else:
+                    os.unlink(file)
+            except OSError:
+                continue  # in use, or gone meanwhile
+            removed.append(file)
+    return removed
 
 
 def ancestors() -> set[int]:

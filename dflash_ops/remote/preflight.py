@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import gpuproof, notify, processes, rundir
+from dflash_ops.remote import gpuproof, notify, probe, processes, rundir
 from dflash_ops.remote.answers import Fault, beat
 
 ROOM_BYTES = 1 << 30
@@ -23,27 +23,47 @@ _TAKEN_SHARE = 0.1
 _FREE_SECONDS = 3.0
 
 
+def look(parameters: dict[str, Any]) -> gpuproof.Picture | None:
+    """The container's GPUs, where a start has to do with them."""
+    if parameters["gpus"] == [] or (parameters.get("share_gpus") and not parameters.get("locks")):
+        return None
+    return gpuproof.look()
+
+
+def unlocked(parameters: dict[str, Any], picture: gpuproof.Picture | None) -> dict[str, list[str]]:
+    """{"uuids" of all the GPUs that this start will use, "held": those whose locks came with it}; empty when these are
+    the same. The inventory says what numbers they have on the host; nvidia-smi here knows what they are."""
+    if not parameters.get("locks") or picture is None:
+        return {}
+    wanted = {card.uuid for card in picture.cards if card.index in parameters["gpus"]}
+    held = {lock for lock in probe.gpu_locks(processes.open_files(os.getpid())) if not lock.isdigit()}
+    return {"uuids": sorted(wanted), "held": sorted(held)} if wanted and wanted != held else {}
+
+
 def check(
-    path: Path, parameters: dict[str, Any], resumed: Path | None, leaving: Collection[int] = frozenset()
+    path: Path,
+    parameters: dict[str, Any],
+    resumed: Path | None,
+    leaving: Collection[int] = frozenset(),
+    picture: gpuproof.Picture | None = None,
 ) -> list[str]:
     """Fault when something is missing; else what could not be checked, one line each. leaving: pids that will have
-    ended by the start."""
+    ended by the start. picture: a look at the GPUs of a moment ago."""
     notes: list[str] = []
     gpus: list[int] | None = parameters["gpus"]
     _shared_memory(len(gpus or []))
     _room(path, parameters, resumed)
     if gpus != [] and not parameters.get("share_gpus"):
-        notes += _gpus(path, gpus, leaving)
+        notes += _gpus(path, gpus, leaving, picture or gpuproof.look())
     urls: list[str] = parameters.get("notify") or []
     if not all(map(notify.is_webhook, urls)):
         _apprise(parameters["python"])
     return notes
 
 
-def _gpus(path: Path, wanted: list[int] | None, leaving: Collection[int]) -> list[str]:
+def _gpus(path: Path, wanted: list[int] | None, leaving: Collection[int], picture: gpuproof.Picture) -> list[str]:
     """wanted: as nvidia-smi numbers them here; None: all that there are, of which nothing is asked but that no
     process of the container uses them that is in no run."""
-    picture = gpuproof.look()
     if picture.missing:
         return [f"GPUs were not checked: {picture.why}"] if wanted else []
     if picture.why:
@@ -88,7 +108,7 @@ def _taken(
             command = processes.command(pid)[:80]
             who = f"process {pid} ({command or 'which is gone; a child of it keeps the memory'})"
             why = f"{who} of no run uses {mib or 0:.0f} MiB"
-            advice = "dflash-ops train list --all; or --share-gpus"
+            advice = "dflash-ops gpu free --unknown, which shows it first; or --share-gpus"
             return [(Fault("busy", f"GPU {card.index} is taken", why, advice), bool(command))]
         own = sum(mib or 0.0 for uuid, _, mib in picture.charges if uuid == card.uuid)
         if wanted is not None and card.used is not None and card.total:

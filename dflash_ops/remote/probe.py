@@ -13,12 +13,13 @@ import pwd
 import re
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote import processes, rundir
 
-_LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+)\.lock$")
+_LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+|GPU-[\w-]+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
 _MAPPED = re.compile(rb" /dev/nvidia(\d+)$", re.MULTILINE)
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
@@ -82,8 +83,8 @@ def holders() -> list[dict[str, Any]]:
         if process.ended or process.pid == os.getpid():
             continue
         links = processes.open_files(process.pid)
-        minors = processes.device_minors(links) or _mapped_minors(process.pid)
-        locks = sorted({int(match.group(1)) for match in map(_LOCK.search, links) if match})
+        minors = minors_of(process.pid, links)
+        locks = gpu_locks(links)
         if not minors and not locks:
             continue
         environment = processes.environment(process.pid)
@@ -99,7 +100,8 @@ def holders() -> list[dict[str, Any]]:
                 "pid_namespace": pid_namespace(process.pid),
                 "vmid": _vmid(process.pid),
                 "minors": minors,
-                "locks": locks,
+                "locks": sorted(int(lock) for lock in locks if lock.isdigit()),
+                "locked_uuids": sorted(lock for lock in locks if not lock.isdigit()),
                 "run_id": os.fsdecode(environment.get(processes.RUN_ID, b"")) or None,
                 "locks_for": named.group() if named else None,
                 "age_s": round(processes.age_seconds(process), 1),
@@ -108,6 +110,11 @@ def holders() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def gpu_locks(links: Iterable[str]) -> set[str]:
+    """The indices and the UUIDs whose locks are among these files."""
+    return {match.group(1) for match in map(_LOCK.search, links) if match}
 
 
 def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, int]:
@@ -126,6 +133,16 @@ def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict
         if match:
             minors[bus] = int(match.group(1))
     return minors
+
+
+def minors(pid: int) -> list[int]:
+    """The N of every /dev/nvidiaN that the process holds."""
+    return minors_of(pid, processes.open_files(pid))
+
+
+def minors_of(pid: int, links: Iterable[str]) -> list[int]:
+    """The same, where it is known what files it has open."""
+    return processes.device_minors(links) or _mapped_minors(pid)
 
 
 def _mapped_minors(pid: int) -> list[int]:

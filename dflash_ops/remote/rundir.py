@@ -23,7 +23,7 @@ from dflash_ops.remote import cgroups, logfile, processes
 from dflash_ops.remote.answers import Fault, beat
 
 SCHEMA_VERSION = 1
-# The lock of GPU N on the hypervisor is a file of this name and N.lock.
+# The locks of a GPU on the hypervisor are files of this name with N.lock and UUID.lock.
 GPU_LOCK = "dflash-ops-gpu-"
 
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}")

@@ -16,11 +16,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, cgroups, environment, preflight, processes, releases, rundir
+from dflash_ops.remote import answers, environment, owners, preflight, probe, processes, releases, rundir
 
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
@@ -60,6 +59,10 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         if folder.exists():
             return _answer(folder, existing=True, freed=[], window=None)
         _refuse_if_busy(path, parameters)
+        picture = preflight.look(parameters)
+        unlocked = preflight.unlocked(parameters, picture)
+        if unlocked and parameters["locks"] == "meant":
+            return {"lock_instead": unlocked}
         _repeat(path, parameters)
         release = _release(path, parameters["release"])
         draft = folder.with_name(f".{folder.name}.tmp")
@@ -70,9 +73,14 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         try:
             _prepare(draft, folder, release, python, resumed, parameters)
             if parameters.get("check_only"):
-                return {"notes": preflight.check(path, parameters, resumed, _will_be_freed(path, parameters))}
-            freed = _free_stale(path, parameters["name"])
-            notes = preflight.check(path, parameters, resumed)
+                leaving = _will_be_freed(path, parameters)
+                return {"notes": preflight.check(path, parameters, resumed, leaving, picture)}
+            freed, removed = _free_stale(path, parameters["name"])
+            notes = preflight.check(path, parameters, resumed, picture=picture)
+            notes += [f"removed {file}, which an earlier run left" for file in removed]
+            if unlocked:
+                uuids = ", ".join(unlocked["uuids"])
+                notes.append(f"the host's locks of {uuids} did not come in here: another container may take these GPUs")
             os.rename(draft, folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
@@ -283,46 +291,40 @@ def _resumed(path: Path, run: str | None) -> Path | None:
     return folder
 
 
-def _stale(path: Path, name: str) -> tuple[dict[str, Any], Callable[[], list[processes.Process]]]:
-    """The dead runs with their control groups; and what looks for what they left."""
-    boot = processes.boot_id()
-    every = [rundir.facts(folder, boot) for folder in rundir.folders(path)]
-    dead = {run["run_id"]: run["state"].get("cgroup") for run in every if not rundir.lives(run)}
+class _Rest:
+    """What lives of the runs of this folder that are over and hold a GPU still, or had this name."""
 
-    def stale() -> list[processes.Process]:
-        found: list[processes.Process] = []
-        everything = processes.table()  # before the groups are asked: see processes.of_run
-        grouped = {pid: run_id for run_id, group in dead.items() for pid in cgroups.pids(group, run_id)}
-        for process in everything:
-            its = processes.environment(process.pid)
-            run_id = os.fsdecode(its.get(processes.RUN_ID, b""))
-            ours = run_id in dead and its.get(processes.RUN_DIR) == os.fsencode(path / "runs" / run_id)
-            if not ours and process.pid in grouped:
-                ours, run_id = True, grouped[process.pid]
-            if process.ended or not ours:
-                continue
-            if rundir.name_of(run_id) == name or processes.device_minors(processes.open_files(process.pid)):
-                found.append(process)
-        # Of a tmux server that a run began: people may have sessions there.
-        servers = [process.pid for process in everything if processes.is_tmux_server(process.pid)]
-        own = [pid for pid in servers if processes.RUN_ID in processes.environment(pid) or pid in grouped]
-        homes = processes.lives_in_tmux(own, everything)
-        return [process for process in found if process.pid not in homes]
+    def __init__(self, path: Path, name: str) -> None:
+        self._name, self._ours = name, owners.Owners(path)
+        self.runs: set[str] = set()
 
-    return dead, stale
+    def processes(self) -> list[processes.Process]:
+        left: list[tuple[processes.Process, str]] = []
+        for process in processes.table():
+            owner = owners.UNKNOWN if process.ended else self._ours.of(process)
+            if owner.kind == "earlier" and owner.run_id is not None:
+                left.append((process, owner.run_id))
+                if rundir.name_of(owner.run_id) == self._name or probe.minors(process.pid):
+                    self.runs.add(owner.run_id)
+        return [process for process, run_id in left if run_id in self.runs]
+
+    def clear_up(self) -> list[str]:
+        """Removes the runs' empty control groups, and files that carry the id of a run that was ended."""
+        self._ours.remove_groups()
+        return owners.remove_files(self.runs)
 
 
 def _will_be_freed(path: Path, parameters: dict[str, Any]) -> set[int]:
     """Pids of the run that will be stopped, and of what the start will end."""
-    _, stale = _stale(path, parameters["name"])
+    rest = _Rest(path, parameters["name"])
     run = rundir.facts(path / "runs" / parameters["instead_of"], processes.boot_id())
-    return {process.pid for process in [*stale(), *rundir.members(run)]}
+    return {process.pid for process in [*rest.processes(), *rundir.members(run)]}
 
 
-def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
-    """Ends what dead runs of this folder left: whatever holds a GPU, and the rest of an earlier run of this name."""
-    dead, stale = _stale(path, name)
-    freed = stale()
+def _free_stale(path: Path, name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Ends what runs that are over left; says what it ended, and which of their files it removed."""
+    rest = _Rest(path, name)
+    freed = rest.processes()
     described = [processes.describe(process) for process in freed]
     for process in freed:
         processes.send(process, signal.SIGTERM)
@@ -331,17 +333,15 @@ def _free_stale(path: Path, name: str) -> list[dict[str, Any]]:
     def tell(left: float) -> None:
         answers.beat("ending what an earlier run left", left)
 
-    if freed and not processes.wait_until(lambda: not stale(), _FREE_GRACE, every=0.2, on_wait=tell):
-        left = processes.kill_all(stale, _FREE_GRACE, on_wait=tell)
+    if freed and not processes.wait_until(lambda: not rest.processes(), _FREE_GRACE, every=0.2, on_wait=tell):
+        left = processes.kill_all(rest.processes, _FREE_GRACE, on_wait=tell)
         if left:
             first = processes.describe(left[0])
             why = f"process {first['pid']} ({first['command']}) is in state {first['state']}, in {first['wchan']}"
             raise answers.Fault(
                 "busy", "an earlier run still holds the GPU and can't be killed", why, "dflash-ops gpu-status"
             )
-    for run_id, group in dead.items():
-        cgroups.remove(group, run_id)
-    return described
+    return described, rest.clear_up()
 
 
 def _write_tools(folder: Path) -> None:

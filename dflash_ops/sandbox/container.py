@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_ops.sandbox import cgroups, containers, kernel, layout, rootfs
+from dflash_ops.sandbox import cgroups, containers, driver, kernel, layout, rootfs
 from dflash_ops.sandbox.processes import ProcessId
 from dflash_ops.sandbox.settings import Settings
 
@@ -95,6 +95,7 @@ def _setup(vmid: int, hostname: str, owner: int, channel: socket.socket) -> NoRe
         root = layout.ROOTS / str(vmid) / "rootfs"
         _put_together(vmid, root, owner)
         if owner:
+            driver.hide()
             kernel.unshare(kernel.CLONE_NEWUSER)
             channel.send(b"map")
             channel.recv(16)
@@ -149,6 +150,7 @@ def _init(root: Path, hostname: str, channel: socket.socket) -> NoReturn:
     """Process 1 of the container."""
     kernel.set_hostname(hostname)
     rootfs.mount_kernel_views(root)
+    driver.show(layout.DRIVER, root)
     uptime = _virtual_uptime(root)
     for name in ("sys", "sysrq-trigger"):
         with contextlib.suppress(FileNotFoundError):

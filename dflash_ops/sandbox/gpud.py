@@ -67,12 +67,14 @@ class Device:
         return struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK
 
 
+def uuid_of(sandbox: str, name: str) -> str:
+    """A GPU's UUID by the name of its node; it tells sandboxes apart."""
+    return f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{sandbox}/{name}')}"
+
+
 def make_devices(sandbox: str, names: list[str]) -> dict[str, Device]:
-    """The devices by the name of their node; a GPU's UUID tells sandboxes apart."""
-    return {
-        name: Device(index, f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{sandbox}/{name}')}", f"/dev/{name}")
-        for index, name in enumerate(names)
-    }
+    """The devices by the name of their node."""
+    return {name: Device(index, uuid_of(sandbox, name), f"/dev/{name}") for index, name in enumerate(names)}
 
 
 def listen(path: Path) -> socket.socket:

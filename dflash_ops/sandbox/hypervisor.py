@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dflash_ops.sandbox import api_server, cgroups, container, gpud, kernel, layout, rootfs
+from dflash_ops.sandbox import api_server, cgroups, container, driver, gpud, kernel, layout, rootfs
 from dflash_ops.sandbox.settings import Settings
 
 _PACKAGE = Path(__file__).parent
 _HYPERVISOR_MODULES = (
-    "api", "attach", "calls", "cgroups", "container", "containers", "faults", "guest_config", "guests", "jobs",
-    "kernel", "layout", "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights", "rootfs", "settings",
-    "snapshots", "sudo", "tasks", "transfer", "users",
+    "api", "attach", "calls", "cgroups", "container", "containers", "driver", "faults", "guest_config", "guests",
+    "jobs", "kernel", "layout", "nvidia", "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights",
+    "rootfs", "settings", "snapshots", "sudo", "tasks", "transfer", "users",
 )  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys
@@ -138,6 +138,7 @@ def _build(settings: Settings, group: Path | None) -> None:
     if group is not None:
         cgroups.mount_own(root)
     _install_support(root, settings)
+    driver.show(root / str(layout.DRIVER).lstrip("/"), root)
     kernel.change_root(str(root))
     _make_containers(settings)
 
@@ -198,6 +199,9 @@ def _install_support(root: Path, settings: Settings) -> None:
         del programs["nvidia-smi"]  # the machine's own is where it is looked for, or nowhere
     if not settings.lxc_attach:
         del programs["lxc-attach"]
+    if settings.fake_gpus:
+        names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
+        driver.write(support / layout.DRIVER.name, [gpud.uuid_of(settings.name, name) for name in names])
     (support / "task-worker").write_text(_launcher(settings, "jobs"))
     (support / "task-worker").chmod(0o755)
     layers: dict[str, rootfs.Layer] = {}

@@ -30,6 +30,7 @@ LOCKS = Path("/run/lock/lxc")
 ROOTS = Path("/var/lib/lxc")
 RUNNING = running(NODE)
 SETTINGS = SUPPORT / "settings.json"
+DRIVER = SUPPORT / "driver"
 PCT_DELAY = SUPPORT / "pct-delay"
 MODELS = SUPPORT / "models"
 GPU_SOCKET = Path("/run/sandbox-gpu.sock")

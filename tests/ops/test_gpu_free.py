@@ -19,7 +19,6 @@ from conftest import Box, Cli, write_inventory
 from dflash_ops import cli_gpu, gpu_free, gpu_join, gpus, render_gpus, status
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError
-from dflash_ops.remote import free as remote_free
 from dflash_ops.remote import gpuproof, gpuview, owners, processes
 from dflash_ops.sandbox import layout
 from dflash_ops.sandbox.state import SandboxState
@@ -199,11 +198,11 @@ def test_who_started_us_is_never_ended() -> None:
 def test_a_link_with_a_runs_id_is_removed_and_not_what_it_points_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_free, "_TEMPORARY", (str(tmp_path), str(tmp_path / "missing")))
+    monkeypatch.setattr(owners, "_TEMPORARY", (str(tmp_path), str(tmp_path / "missing")))
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     (tmp_path / RUN).symlink_to(tmp_path / "kept")
-    assert remote_free._remove_files({RUN}) == [str(tmp_path / RUN)]
+    assert owners.remove_files({RUN}) == [str(tmp_path / RUN)]
     assert (tmp_path / "kept" / "file").exists()
 
 

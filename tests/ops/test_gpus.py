@@ -228,14 +228,6 @@ def test_a_hung_driver_is_a_finding() -> None:
     assert status.problems == ("lab: nvidia-smi gave no answer in 10 s",)
 
 
-def test_lock_holders() -> None:
-    supervisor = holder(50, minors=[], locks=[0, 1], locks_for=RUN, vmid=200)
-    assert gpus.lock_holders(host_view(holders=(supervisor,))) == [
-        gpus.LockHolder(0, 50, RUN, 200),
-        gpus.LockHolder(1, 50, RUN, 200),
-    ]
-
-
 def full_line(**told: str) -> str:
     """nvidia-smi's row of all fields; those that are not said are [N/A]."""
     known = {"index": "0", "uuid": UUIDS[0], "pci.bus_id": "00000000:01:00.0", "memory.used": "1000", **told}

@@ -196,18 +196,10 @@ def test_a_start_is_one_command_with_its_locks_in_the_hosts_order() -> None:
     request = StartRequest("a", "x = 1", "c.toml", env="TOKEN=hush\n")
     command = runs.start_command(BOX, request, "a-20261129-120000-abcd")
     text = line(BOX, command).text.decode()
-    first, second = text.index("gpu-1.lock"), text.index("gpu-3.lock")
-    assert first < second < text.index("lxc-attach")
-    assert text.startswith("flock -n -E 7 -F /run/lock/dflash-ops-gpu-1.lock flock -n -E 7 -F ")
+    assert text.startswith("exec sh -c ") and " gpu-locks 1 3 -- lxc-attach -n 200 " in text
     assert "a-20261129-120000-abcd" in text
     assert b"hush" in command.stdin and "hush" not in text and "hush" not in repr(request)
     assert b'"gpus": [0, 1]' in command.stdin
-
-
-def test_only_the_gpus_in_use_are_locked() -> None:
-    assert runs.lock_words(BOX, (0,)) == ("flock", "-n", "-E", "7", "-F", "/run/lock/dflash-ops-gpu-3.lock")
-    assert runs.lock_words(BOX, ()) == ()
-    assert runs.lock_words(replace(BOX, gpus=()), (0, 1)) == ()
 
 
 # -- answers

@@ -174,20 +174,20 @@ def test_containers_that_share_a_gpu_exclude_each_other(
     place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell, stand_in_source: Path
 ) -> None:
     (tmp_path / "other").mkdir()
-    unprivileged = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201, more="gpus = [1]\n"), sandbox)
+    unprivileged = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201, more=GPUS), sandbox)
     for other in _with_release(unprivileged.container, shell, stand_in_source):
         run = begin(shell, place, gpus=(1,))
         with pytest.raises(BusyError, match=rf"GPU 1 of box is taken.*{run.id} in container 200"):
-            begin(shell, other)
+            begin(shell, other, gpus=(1,))
         train.stop(shell, place)
-        begin(shell, other, config="child = yes\nrunaway = yes\nsigterm = ignored")
+        begin(shell, other, gpus=(1,), config="child = yes\nrunaway = yes\nsigterm = ignored")
         with pytest.raises(BusyError, match=r"in container 201.*-t NAME.*container 201"):
             begin(shell, replace(place, via="pct"), gpus=(0, 1))
         stopped = train.stop(shell, other, grace=0.3)
         assert len(stopped.killed) == 3
         begin(shell, replace(place, via="pct"), gpus=(0, 1))
         with pytest.raises(BusyError, match="in container 200"):
-            begin(shell, other)
+            begin(shell, other, gpus=(1,))
 
 
 def test_words_that_can_not_be(place: Container, cli: Cli, tmp_path: Path) -> None:
