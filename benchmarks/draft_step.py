@@ -44,6 +44,8 @@ from trainer.threads import nothing_compiles
 from trainer.warm import BatchShape, made_up_batch, made_up_rows, warm_up
 
 GIB = 2**30
+GROWTH = [(row_tokens, anchors) for row_tokens in (2048, 4096, 8192, 16384) for anchors in (256, 512, 1024)]
+SMALL = [(row_tokens, anchors) for row_tokens in (128, 256) for anchors in (8, 16)]
 
 
 class Ours:
@@ -171,31 +173,34 @@ def profile(mine: Ours, batch: FeatureBatch, file: Path) -> None:
 
 def grown(size: Size, device: torch.device, options: Any) -> list[dict[str, Any]]:
     """How the step's time grows with rows and anchors beside the counted operations."""
-    lengths, anchors = ((2048, 4096, 8192, 16384), (256, 512, 1024)) if not options.quick else ((128, 256), (8, 16))
     found: list[dict[str, Any]] = []
     words = list(options.variants.values())[-1]
-    for row_tokens in lengths:
-        for count in anchors:
-            here = replace(size, row_tokens=row_tokens, anchors=count)
-            shape = shape_of(here, device)
-            head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
-            mine = Ours(here, head_VH, words, options.chunk_blocks)
-            mine.warm(shape)
-            batch = made_up_batch(here.draft(), shape, device, rows_of(here, "one", device))
-            times = alternating(
-                {"": lambda mine=mine, b=batch: mine.step(b)}, device, rounds=max(3, options.steps // 2)
-            )
-            operations = counted(here.draft(), batch.rows).drafter
-            one = {"row_tokens": row_tokens, "anchors": count, **rates(row_tokens, operations, times[""])}
-            one["peak_gib"] = peak_gib(device, lambda mine=mine, b=batch: mine.step(b))
-            found.append(one)
-            print(json.dumps(one), file=sys.stderr, flush=True)
-            del mine, batch, head_VH
-            if device.type == "cuda":
-                torch.compiler.reset()
-                torch.cuda.empty_cache()
-    base = found[0]["tflops"]
+    for row_tokens, count in options.at or (SMALL if options.quick else GROWTH):
+        here = replace(size, row_tokens=row_tokens, anchors=count)
+        shape = shape_of(here, device)
+        head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
+        mine = Ours(here, head_VH, words, options.chunk_blocks)
+        mine.warm(shape)
+        if options.compile_only:
+            continue
+        batch = made_up_batch(here.draft(), shape, device, rows_of(here, "one", device))
+        times = alternating({"": lambda mine=mine, b=batch: mine.step(b)}, device, rounds=max(3, options.steps // 2))
+        operations = counted(here.draft(), batch.rows).drafter
+        one = {"row_tokens": row_tokens, "anchors": count, **rates(row_tokens, operations, times[""])}
+        one["peak_gib"] = peak_gib(device, lambda mine=mine, b=batch: mine.step(b))
+        found.append(one)
+        print(json.dumps(one), file=sys.stderr, flush=True)
+        del mine, batch, head_VH
+        if device.type == "cuda":
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+    base = found[0]["tflops"] if found else 1.0
     return [one | {"tflops_over_the_first": round(one["tflops"] / base, 3)} for one in found]
+
+
+def place(word: str) -> tuple[int, int]:
+    row_tokens, _, anchors = word.partition("x")
+    return int(row_tokens), int(anchors)
 
 
 def variant(word: str) -> tuple[str, str]:
@@ -214,6 +219,7 @@ def main() -> int:
     parser.add_argument("--chunk-blocks", type=int, default=256)
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--at", action="append", type=place, metavar="TOKENSxANCHORS", help="--growth at these only")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a table of the last variant's kernels")
     parser.add_argument("--compile-only", action="store_true", help="fill the compile cache, time nothing")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
