@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_ops import answers, data, runs, wheels
+from dflash_ops import answers, data, gpu_locks, wheels
 from dflash_ops.command import Container, Query
 from dflash_ops.deployed import Kept, Pruned
 from dflash_ops.errors import PreflightError
@@ -231,7 +231,7 @@ def warm(
         "gpus_chosen": None if chosen is None else list(chosen),
     }
     progress.step(f"asking {container}")
-    locks = runs.lock_words(container, chosen or ())
+    locks = gpu_locks.words(container, chosen or ())
     with exchange(shell, container, "warm", parameters, what="env warm", host_prefix=locks) as other:
         while (reply := other.answer())["event"] != "done":
             if reply["event"] == "line":

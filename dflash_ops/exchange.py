@@ -16,7 +16,7 @@ from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
 
 _ANSWER_SECONDS = 60.0
-LOCK_TAKEN = 7  # flock's exit code, as runs.lock_words asks for it
+LOCK_TAKEN = 7  # flock's exit code, as gpu_locks asks for it
 
 
 class Exchange:
@@ -69,7 +69,7 @@ def exchange(
 ) -> Generator[Exchange, None, None]:
     """Starts a script of `remote/` and talks with it; it gets signs of life while the block runs.
 
-    what: for the container's process list, before who asked and since when. host_prefix: as `runs.lock_words` gives it;
+    what: for the container's process list, before who asked and since when. host_prefix: as `gpu_locks.words` gives it;
     BusyError when a GPU is taken."""
     parameters = {"path": container.path, "client": client(), **parameters}
     mark = f"{what} by {client()} since {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
