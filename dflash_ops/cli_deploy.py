@@ -52,7 +52,7 @@ def deploy(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The container's user who owns the files. Default: root. Runs are root's all the same.",
+            help="The container's user who owns the files. Default: the inventory's, or root. Runs are root's.",
         ),
     ] = None,
     include: Annotated[

@@ -12,6 +12,7 @@ from test_runs import facts
 from dflash_ops import (
     checks,
     containers,
+    deployed,
     discover,
     errors,
     gpu_free,
@@ -51,6 +52,11 @@ def test_every_field_is_documented() -> None:
     proof = stops.GpuProof(True, True, "", ())
     shapes: dict[str, set[str]] = {
         "Run": set(run.to_json()),
+        "Deployed": fields(deployed.Deployed),
+        "Plan": fields(deployed.Plan),
+        "ListedRelease": fields(deployed.ListedRelease),
+        "RolledBack": fields(deployed.RolledBack),
+        "Pruned": fields(deployed.Pruned),
         "Process": fields(runs.RunProcess),
         "Started": set(runs.Started(run, None, (), False).to_json()),
         "Stopped": set(stops.Stopped(run, 1.0, (), (), False, proof).to_json()),
