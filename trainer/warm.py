@@ -31,7 +31,7 @@ from trainer.optim import make_optimizer
 from trainer.target import TargetModel
 from trainer.threads import make_compiler_thread_safe
 
-FORMS = 8  # in which a function is compiled for one device, at most: 2 of the drafter, 4 of the loss, some to spare
+FORMS = 24  # in which a function is compiled for one device, at most: 2 of the drafter, 4 of the loss, 12 of the update
 COMPILE_SECONDS = 900.0  # that one drafter may take cold: nothing in between says that the compiler gets on
 
 Say = Callable[[str], None]

@@ -309,6 +309,7 @@ def compiled_learner(draft: DraftConfig, whole: Callable[[Any], Any]) -> Learner
         model, head, make_optimizer(model, lr=1e-3, weight_decay=0.0), Weighting("d-pace"),
         chunk_blocks=4, clip=1.0, switches=WORKING,
     )  # fmt: skip
+    learner._working = WorkingCopy(model, torch.bfloat16)  # gradients of one batch and sums are of two types then
     learner._forward, learner._step = whole(learner._forward), whole(adamw)
     return learner
 
