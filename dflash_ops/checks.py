@@ -102,6 +102,13 @@ def _host(container: Container, facts: Facts) -> list[Check]:
     level: Level = "warning" if skew > _SKEW_SECONDS else "ok"
     checks.append(Check("clock", where, level, f"{skew:.0f} s from this machine's", "on the host: chronyc makestep"))
 
+    if host.get("user"):
+        evidence = (
+            f"{host['user']} is root in containers only: a GPU's lock keeps out this container's starts alone, and who "
+            "holds a GPU on the host can't be seen"
+        )
+        fix = f"on the host, in a file of /etc/sudoers.d: {host['user']} ALL=(root) NOPASSWD: ALL"
+        checks.append(Check("sudo", where, "note", evidence, fix))
     packages = dict(re.findall(r"^(\S+) (\d\S*)$", host["asked"]["packages"]["out"], re.MULTILINE))
     pct, lxc = packages.get("pve-container"), packages.get("lxc-pve") or packages.get("lxc")
     evidence = f"pve-container {pct or 'unknown'}, lxc {lxc or 'unknown'}, kernel {host['kernel']}"

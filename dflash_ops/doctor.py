@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from dflash_ops import status
 from dflash_ops.answers import answer
 from dflash_ops.checks import Diagnosis, Facts, judge
-from dflash_ops.command import Container, Query
+from dflash_ops.command import Container, Query, pct
 from dflash_ops.errors import OpsError
 from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
@@ -26,6 +26,10 @@ def doctor(shell: Shell, container: Container, *, fix: bool = False) -> Diagnosi
         inside = pool.submit(_try, lambda: shell.ask(container, _inside(container, fix), timeout=_SECONDS))
         seen = pool.submit(_try, lambda: status.gpu_status(shell, container.host, [container], container))
     told = host.result()
+    if told["config"] is None:  # root's alone: pct may be what this user may run
+        asked, _ = _try(lambda: shell.run(container.host, pct("config", str(container.vmid)), timeout=_SECONDS))
+        if asked is not None and asked.code == 0:
+            told["config"] = asked.out.decode("utf-8", "replace")
     # The clock was read some time between the question and the answer; the doubt is in the host's favour.
     skew = max(0.0, told["now"] - time.time()) or min(0.0, told["now"] - began)
     within, refused = inside.result()
@@ -44,7 +48,8 @@ def _try(verb: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _query(python: str, path: str | None, vmid: int, fix: bool) -> Query[dict[str, Any]]:
-    return Query(bundle.command(python, "doctor", {"path": path, "vmid": vmid, "fix": fix}), answer)
+    parameters = {"path": path, "vmid": vmid, "fix": fix}
+    return Query(bundle.command(python, "doctor", parameters, root=path is None), answer)
 
 
 def _inside(container: Container, fix: bool) -> Query[dict[str, Any]]:

@@ -98,7 +98,10 @@ def join(
             kind = _KINDS[own_words["owner"]]
         elif run is not None:
             kind = "run" if run.state.live else "stale"
-        for uuid in sorted({by_minor[minor] for minor in holder["minors"] if minor in by_minor}):
+        cards = {by_minor[minor] for minor in holder["minors"] if minor in by_minor}
+        if not holder["minors"]:  # its files can't be read; nvidia-smi names it
+            cards = {uuid for uuid, pid in charged if pid == holder["pid"]}
+        for uuid in sorted(cards):
             app = charged.pop((uuid, holder["pid"]), None)
             processes.append(
                 GpuProcess(
@@ -245,6 +248,11 @@ def _problems(host: str, view: Mapping[str, Any], containers: Mapping[int, Mappi
             problems.append(f"{host}: {why}")
     if view["smi"]["gpus"]["code"] == 0:
         problems += [f"{host}: nvidia-smi: {line}" for line in other_lines(view["smi"]["gpus"]["out"], _fields(view))]
+    if view.get("hidden"):
+        problems.append(
+            f"{host}: what {view['hidden']} processes have open can't be read by this user: who holds a GPU outside of "
+            "the containers is told as far as nvidia-smi names it"
+        )
     if "xids" in view and view["xids"] is None:
         problems.append(f"{host}: the kernel's log can't be read: no Xid is known")
     for vmid, inside in containers.items():

@@ -174,7 +174,7 @@ class GpuStatus:
 
 def host_query() -> Query[dict[str, Any]]:
     """The hypervisor's view: GPUs, memory by process, holders of devices and locks, the kernel's Xid lines."""
-    return Query(_view("python3", None, GPU_FIELDS, APP_FIELDS), answer)
+    return Query(_view("python3", None, GPU_FIELDS, APP_FIELDS, root=True), answer)
 
 
 def container_query(container: Container) -> Query[dict[str, Any]]:
@@ -182,9 +182,9 @@ def container_query(container: Container) -> Query[dict[str, Any]]:
     return Query(_view(container.python, container.path, ("index", "uuid"), ()), answer)
 
 
-def _view(python: str, path: str | None, fields: Sequence[str], apps: Sequence[str]) -> Command:
+def _view(python: str, path: str | None, fields: Sequence[str], apps: Sequence[str], *, root: bool = False) -> Command:
     parameters = {"path": path, "fields": fields, "apps": apps, "seconds": SMI_SECONDS}
-    return bundle.command(python, "gpuview", parameters)
+    return bundle.command(python, "gpuview", parameters, root=root)
 
 
 # -- reading nvidia-smi

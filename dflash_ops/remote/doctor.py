@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import glob
 import os
 import platform
@@ -46,6 +47,8 @@ def main(parameters: dict[str, Any]) -> int:
 
 def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
     """path: where the container's runs lie, None on a host (then `vmid` says whose config is read)."""
+    # Of a login user who is not root PATH may lack them.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
     fixed = _fix(path) if parameters["fix"] else []
     programs = {"smi": ["nvidia-smi", "--version"]}
     if path is None:
@@ -66,6 +69,7 @@ def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
         "fixed": fixed,
     }
     if path is None:
+        facts["user"] = getpass.getuser() if os.geteuid() else None
         facts["config"] = _text(f"/etc/pve/lxc/{parameters['vmid']}.conf")
         facts["nouveau"] = re.search(r"^nouveau ", _text("/proc/modules") or "", re.MULTILINE) is not None
         facts["disk"] = _disk(Path("/var/tmp"))

@@ -48,6 +48,8 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
             holder["run_id"] = owner.run_id or holder["run_id"]
         runs = ours.runs({holder["run_id"] for holder in holders if holder["run_id"]})
     told = asked.answers()
+    if apps and os.geteuid() != 0:
+        holders += _charged_and_hidden(told["apps"]["out"], apps.index("pid"), {it["pid"] for it in holders})
     kernel = told.pop("kernel", None)
     told["gpus"]["fields"] = fields
     if _lacks_a_field(told["gpus"]):
@@ -61,7 +63,15 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
         "holders": holders,
         "runs": runs,
         "xids": None if kernel is None else _xids(kernel),
+        "hidden": probe.hidden(),
     }
+
+
+def _charged_and_hidden(out: str, column: int, known: set[int]) -> list[dict[str, Any]]:
+    """Processes of others that nvidia-smi names, and that a user who is not root can't look into."""
+    cells = (line.split(",") for line in out.split("\n"))
+    pids = {int(it[column]) for it in cells if len(it) > column and it[column].strip().isdigit()}
+    return [it for it in map(probe.charged, sorted(pids - known)) if it is not None]
 
 
 # -- nvidia-smi

@@ -21,6 +21,7 @@ from dflash_ops.remote import processes, rundir
 
 _LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+|GPU-[\w-]+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
+_RUN_GROUP = re.compile(rb"/dflash-run-([a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4})(?:/|$)", re.MULTILINE)
 _MAPPED = re.compile(rb" /dev/nvidia(\d+)$", re.MULTILINE)
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
 
@@ -94,22 +95,49 @@ def holders() -> list[dict[str, Any]]:
         named = _RUN_ID.search(processes.command(process.pid)) if locks else None
         found.append(
             {
-                **processes.describe(process),
-                "group": process.group,
-                "namespace_pids": _namespace_pids(process.pid),
-                "pid_namespace": pid_namespace(process.pid),
-                "vmid": _vmid(process.pid),
+                **_described(process),
                 "minors": minors,
                 "locks": sorted(int(lock) for lock in locks if lock.isdigit()),
                 "locked_uuids": sorted(lock for lock in locks if not lock.isdigit()),
-                "run_id": os.fsdecode(environment.get(processes.RUN_ID, b"")) or None,
                 "locks_for": named.group() if named else None,
-                "age_s": round(processes.age_seconds(process), 1),
-                "user": _user(process.pid),
-                "parent": process.parent,
             }
         )
     return found
+
+
+def _described(process: processes.Process) -> dict[str, Any]:
+    try:
+        cgroup = Path(f"/proc/{process.pid}/cgroup").read_bytes()
+    except OSError:
+        cgroup = b""
+    named = os.fsdecode(processes.environment(process.pid).get(processes.RUN_ID, b""))
+    return {
+        **processes.describe(process),
+        "group": process.group,
+        "namespace_pids": _namespace_pids(process.pid),
+        "pid_namespace": pid_namespace(process.pid),
+        "vmid": vmid_of(cgroup),
+        "run_id": named or run_of(cgroup),
+        "age_s": round(processes.age_seconds(process), 1),
+        "user": _user(process.pid),
+        "parent": process.parent,
+    }
+
+
+def hidden() -> int:
+    """Of how many processes we may not see what they have open: none for root."""
+    if os.geteuid() == 0:
+        return 0
+    return sum(not os.access(f"/proc/{it.pid}/fd", os.R_OK) for it in processes.table() if not it.ended)
+
+
+def charged(pid: int) -> dict[str, Any] | None:
+    """A living process that nvidia-smi charges, and that may not be looked into: as one of `holders`, without devices.
+    None for the dead, and for one that can be looked into: it would be among them, if the pid had no new owner."""
+    process = processes.read(pid)
+    if process is None or process.ended or os.access(f"/proc/{pid}/fd", os.R_OK):
+        return None
+    return {**_described(process), "minors": [], "locks": [], "locked_uuids": [], "locks_for": None}
 
 
 def gpu_locks(links: Iterable[str]) -> set[str]:
@@ -187,10 +215,14 @@ def _namespace_pids(pid: int) -> list[int]:
     return [int(number) for number in match.group(1).split()] if match else []
 
 
-def _vmid(pid: int) -> int | None:
-    """The container by its cgroup, `0::/lxc/200/ns/...` seen from the host. The whole part counts: 20 is not 200."""
-    try:
-        match = _VMID.search(Path(f"/proc/{pid}/cgroup").read_bytes())
-    except OSError:
-        return None
+def vmid_of(cgroup: bytes) -> int | None:
+    """The container by a process's cgroup, `0::/lxc/200/ns/...` seen from the host. The whole part counts: 20 is not
+    200."""
+    match = _VMID.search(cgroup)
     return int(match.group(1)) if match else None
+
+
+def run_of(cgroup: bytes) -> str | None:
+    """The run in whose own control group a process is, whatever its environment says."""
+    match = _RUN_GROUP.search(cgroup)
+    return match.group(1).decode() if match else None

@@ -4,14 +4,16 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_scenes
 import pytest
 from conftest import Box, Cli, write_inventory
 from test_gpus import UUIDS, full_line
 
-from dflash_ops import checks, gpu_join
+from dflash_ops import checks, doctor, gpu_join, status
 from dflash_ops.checks import Check, Facts
 from dflash_ops.command import Command, Container, Host
 from dflash_ops.remote import doctor as remote_doctor
@@ -132,6 +134,7 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (put("inside/memory", 1 << 30), "memory limit", "failure", "pct set 200 --memory"),
     (put("inside/memory", 4 << 30), "memory limit", "warning", "pct set 200 --memory"),
     (put("inside/disk/free", 1 << 20), "disk", "failure", "prune"),
+    (put("host/user", "ops"), "sudo", "note", "ops ALL=(root) NOPASSWD: ALL"),
     (put("inside/disk/free", 5 << 30), "disk", "warning", "prune"),
     (put("inside/disk/inodes_free", 5), "disk inodes", "failure", "df -i"),
     (put("inside/python", "3.8.10"), "python", "failure", "3.9"),
@@ -179,6 +182,14 @@ def test_without_gpus_nothing_is_asked_of_them() -> None:
 
 # -- for real
 
+HOLD = f"""
+import sys
+exec({Path(gpu_scenes.__file__).read_text()!r}.partition('if __name__')[0])
+open_gpu(int(sys.argv[1]), int(sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
 
 def test_what_a_killed_deploy_left_is_found_and_removed(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
     box = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox)
@@ -210,6 +221,26 @@ def test_a_stopped_container_is_a_failure(sandbox: SandboxState, tmp_path: Path)
     done = Cli(write_inventory(tmp_path, sandbox.name, vmid=202))("doctor")
     assert done.returncode == 6
     assert "pct start 202" in done.stdout.decode() and "a run would not work" in done.stdout.decode()
+
+
+def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
+    """pct is found and asked for the config; what of GPUs can't be seen is said, and no living process called dead."""
+    own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox).container
+    ours = replace(own, host=replace(own.host, user="ops"))
+    hold = Command((own.python, "-IS", "-c", HOLD, "0", "300"))
+    with shell.converse(own, hold) as talk:
+        assert talk.hear() == b"held"
+        found = doctor.doctor(shell, ours)
+        seen = status.gpu_status(shell, ours.host, [ours], ours)
+        whole = status.gpu_status(shell, own.host, [own], own)
+    by_name = {check.name: check for check in found.checks if check.level != "failure"}
+    assert by_name["pct"].level == "ok" and by_name["sudo"].level == "note"
+    assert "dev entries" in by_name["container config"].evidence
+    (problem,) = (it for it in seen.problems if "can't be read by this user" in it)
+    assert problem.startswith("box: what ")
+    assert [replace(it, age_s=0) for it in seen.processes] == [replace(it, age_s=0) for it in whole.processes]
+    (row,) = seen.processes
+    assert (row.kind, row.owner, row.vmid, row.used_mib, row.command[:1]) == ("container", "unknown", 200, 300.0, "/")
 
 
 def test_what_somebody_holds_is_not_stale(tmp_path: Path) -> None:

@@ -93,6 +93,24 @@ def test_what_is_mapped_is_held() -> None:
     assert probe.mapped_minors(maps) == [1, 12]
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "vmid", "run"),
+    [
+        ("0::/lxc/200/ns/.lxc/dflash-run-{}\n", 200, RUN),
+        ("0::/lxc/20/ns/dflash-run-{}/below\n", 20, RUN),
+        ("0::/dflash-run-{}\n", None, RUN),  # as the container itself sees it
+        ("0::/lxc/200/ns/.lxc/dflash-run-{}x\n", 200, None),
+        ("0::/lxc.monitor/200\n", None, None),
+        ("12:devices:/lxc/200\n0::/lxc/201\n", 201, None),
+        ("", None, None),
+    ],
+)
+def test_containers_and_runs_by_cgroup(cgroup: str, vmid: int | None, run: str | None) -> None:
+    """A trainer's child that cleared its environment is in its run's group still."""
+    text = cgroup.format(RUN).encode()
+    assert (probe.vmid_of(text), probe.run_of(text)) == (vmid, run)
+
+
 # -- the kernel's log
 
 
