@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trainer import switches
 from trainer.config import TrainConfig, micro_rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
@@ -122,22 +123,28 @@ def drafter_parts(
     its head and so the logits. soft: objective kl or tv. moments: weights that it keeps moments of; None: all.
     summing: bytes that it takes besides to sum up the gradients of all drafters.
     """
-    cast = 2 * weights if bytes_each == 2 else 0  # autocast's own copies of the float32 weights
+    chosen = switches.chosen() if bytes_each == 2 else switches.Switches()  # nothing is chosen on a CPU
+    working = chosen.draft_working
+    cast = 2 * weights if bytes_each == 2 else 0  # copies of the float32 weights: autocast's, or kept ones
     # The last states and the loss's gradient to them; and the features again, where autocast makes them smaller.
     hidden = 1.5 * given_bytes * batch.block_tokens * draft.hidden_size
     narrowed = bytes_each * batch.tokens * draft.feature_size if given_bytes > bytes_each else 0
-    kept = draft.num_layers * kept_per_layer(draft, batch, bytes_each, given_bytes) + cast + hidden + narrowed
+    kept = draft.num_layers * kept_per_layer(draft, batch, bytes_each, given_bytes) + hidden + narrowed
+    if chosen.memory_budget < 1:  # gate times up is made again
+        kept -= draft.num_layers * bytes_each * batch.block_tokens * draft.intermediate_size
+    kept += 0 if working else cast
     chunk = min(chunk_blocks, batch.rows * batch.blocks)
     logits = given_bytes * chunk * (draft.block_size - 1) * draft.vocab_size * (SOFT_LOGITS if soft else 1)
-    gradients = 4 * weights
+    gradients = (2 if working else 4) * weights
     # The peak is at the last chunk of the loss, or at the end of the backward, whose gradients have replaced the rest.
-    backward = max(kept + CHUNK_SHARE * logits, gradients + max(cast / draft.num_layers, summing))
+    backward = max(kept + CHUNK_SHARE * logits, gradients + max(0 if working else cast / draft.num_layers, summing))
     return [
         Part("drafter's weights, float32", 4 * weights, ("lower draft.layers",)),
         Part(MOMENTS, 8 * weights, ("lower draft.layers",))
         if moments is None
         else Part(f"{MOMENTS}, a share", 8 * moments, ("lower draft.layers",)),
-        *([Part("gradients of the forwards before", gradients, ("lower draft.layers",))] if accumulates else []),
+        *([Part("the drafter's copies in bfloat16", cast, ("lower draft.layers",))] if working else []),
+        *([Part("gradients of the forwards before", 4 * weights, ("lower draft.layers",))] if accumulates else []),
         Part(
             f"a forward and the loss of {chunk} blocks at a time",
             backward,

@@ -15,6 +15,7 @@ from tiny_runs import silent
 from tiny_targets import tiny_target
 from transformers import Qwen3Config
 
+from trainer import switches
 from trainer.__main__ import main
 from trainer.config import TrainConfig, load
 from trainer.data import Document, make_row
@@ -291,6 +292,29 @@ def test_a_spread_target_has_its_layers_in_shares(qwen3_4b: Path) -> None:
     beside = memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:1"]))  # where the head is
     assert "target's head" not in beside["cuda:1"]
     assert "target's head" in memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:0"]))["cuda:0"]
+
+
+def test_copies_that_compute_are_held_and_their_gradients_are_half_as_large(
+    qwen3_4b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ("train.rows_per_step=1", "train.chunk_blocks=1", "train.anchors=8")
+    config = layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *sets)
+    backward, copies = "a forward and the loss of 1 blocks at a time", "the drafter's copies in bfloat16"
+    plain = memory_of(config)["cuda:1"]
+    monkeypatch.setattr(switches, "_chosen", switches.parse("draft_working"))
+    working, (on_cpu,) = memory_of(config)["cuda:1"], memory_of(layout_config(qwen3_4b, ["cpu"], ["cpu"])).values()
+    weights = plain["drafter's weights, float32"] / 4
+    assert working[copies] == 2 * weights and copies not in on_cpu
+    # With so few blocks the peak is at the end of the backward: all gradients, and without kept copies a layer's own.
+    assert plain[backward] == pytest.approx(4.4 * weights) and working[backward] == pytest.approx(2 * weights)
+    many = [memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], "train.rows_per_step=1"))["cuda:1"]]
+    monkeypatch.setattr(switches, "_chosen", switches.parse("draft_working,memory_budget=0.8"))
+    many.append(memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], "train.rows_per_step=1"))["cuda:1"])
+    saved = 5 * 2 * 512 * 16 * 9728 / MIB
+    large = "a forward and the loss of 256 blocks at a time"
+    assert many[0][large] - many[1][large] == pytest.approx(saved)
+    held = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"]))["cuda:1"]
+    assert held["gradients of the forwards before"] == 4 * weights
 
 
 def test_a_target_in_fp8_has_a_byte_more_for_each_weight_of_its_layers(qwen3_4b: Path) -> None:
