@@ -34,6 +34,7 @@ def list_(inventory: InventoryFile = None, as_json: Json = False) -> None:
 def _list(book: "Inventory") -> None:
     from dflash_ops import inventory_view as view
 
+    groups = view.groups_of(book)
     rows = [
         (
             f"{name} *" if name == view.meant(book) else name,
@@ -41,7 +42,7 @@ def _list(book: "Inventory") -> None:
             table.vmid,
             ",".join(map(str, table.gpus)) or None,
             table.path,
-            ",".join(view.groups_of(book, name)) or None,
+            ",".join(groups[name]) or None,
         )
         for name, table in book.tables.containers.items()
     ]

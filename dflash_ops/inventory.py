@@ -45,7 +45,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ValidationError
 
@@ -54,17 +54,20 @@ from dflash_ops.errors import ConfigError, NotFoundError, UsageFault
 from dflash_ops.inventory_faults import (
     Fault,
     between_tables,
-    line_of,
     listed,
     members,
     nearest,
+    not_read,
     not_toml,
     of_shape,
+    too_long,
     two_meanings,
+    without_faults,
 )
 from dflash_ops.inventory_file import find as find
 from dflash_ops.inventory_file import read
 from dflash_ops.inventory_file import working_folder as working_folder
+from dflash_ops.inventory_lines import Lines, line_of
 from dflash_ops.inventory_tables import SANDBOX, ApiTable, InventoryFile, checked
 
 if TYPE_CHECKING:
@@ -269,15 +272,30 @@ def parse(text: str, file: Path) -> Inventory:
 
 def examine(text: str) -> InventoryFile | list[Fault]:
     """What an inventory's text says, or all that is wrong with it, in the order of its lines. Pure."""
+    if fault := too_long(text):
+        return [fault]
     try:
-        tables = checked(tomllib.loads(text))
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return [not_toml(error, text)]
-    except RecursionError:
-        return [Fault("", "brackets in brackets without end")]
+    except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        return [not_read(error, text)]
+    return judged(document, Lines(text))
+
+
+def judged(document: dict[str, Any], lines: Lines) -> InventoryFile | list[Fault]:
+    """`examine` for TOML that has been read."""
+    try:
+        tables = checked(document)
     except ValidationError as error:
-        return _by_line(of_shape(error, text))
-    return _by_line(between_tables(tables, text)) or tables
+        errors = error.errors(include_url=False)
+        found = of_shape(errors, lines)
+        if rest := without_faults(document, errors):
+            found += between_tables(checked(rest[0]), lines, rest[1])
+        return _by_line(found)
+    except RecursionError:
+        return [Fault("", "tables in tables without end")]
+    return _by_line(between_tables(tables, lines)) or tables
 
 
 def _by_line(faults: list[Fault]) -> list[Fault]:

@@ -4,16 +4,40 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from dflash_ops.inventory_tables import SANDBOX, ApiTable, ContainerTable, HostTable, InventoryFile, PinsTable
+from dflash_ops.inventory_lines import Lines, statements
+from dflash_ops.inventory_tables import (
+    ALL,
+    PLAIN,
+    SANDBOX,
+    ApiTable,
+    ContainerTable,
+    HostTable,
+    InventoryFile,
+    PinsTable,
+)
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails, ValidationError
+    from pydantic_core import ErrorDetails
 
-ALL = "all"  # the word of --on for every container
-# Finding a line reads the text again and again: 17 times for a long one, more where a statement has many lines.
-_LONGEST_TEXT, _MOST_TRIES = 100_000, 100
+_KINDS = ("hosts", "containers", "groups")
+_TABLES = {
+    "[hosts.NAME]": HostTable,
+    "[hosts.NAME.api]": ApiTable,
+    "[containers.NAME]": ContainerTable,
+    "[containers.NAME.pins]": PinsTable,
+}
+# What ssh calls what a host's table says.
+_SSH_WORDS = {
+    "hostname": "address",
+    "identityfile": "key",
+    "identity_file": "key",
+    "userknownhostsfile": "known_hosts",
+    "username": "user",
+}
+_MOST_PARTS = 64  # of a key; the reader's time grows with their square and more
+_MOST_LISTED = 30
 _SECRETS = ("token", "secret", "password", "token_value", "value", "uuid")
 
 
@@ -37,16 +61,36 @@ def not_toml(error: tomllib.TOMLDecodeError, text: str) -> Fault:
     return Fault("", f"{error}{f', at `{key.strip()}`' if equals else ''}", line)
 
 
-def of_shape(error: "ValidationError", text: str) -> list[Fault]:
+def too_long(text: str) -> Fault | None:
+    """A key of so many parts that reading it would not end."""
+    found = re.search(rf"(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MOST_PARTS}}}", text)
+    if found is None:
+        return None
+    return Fault("", f"a key of more than {_MOST_PARTS} parts", text.count("\n", 0, found.start()) + 1)
+
+
+def not_read(error: Exception, text: str) -> Fault:
+    """What Python's reader says of what is TOML, but too much of it."""
+    if isinstance(error, RecursionError):
+        return Fault("", "brackets in brackets without end")
+    line = 1
+    for it in statements(text):  # as far as they can be read
+        line = it.end + 1
+    return Fault("", f"a number is too long: {str(error).partition(';')[0]}", line)
+
+
+def of_shape(errors: "Sequence[ErrorDetails]", lines: Lines) -> list[Fault]:
     """pydantic's complaints in our words."""
-    return [_of_shape(fault, text) for fault in error.errors(include_url=False)]
+    return [_of_shape(fault, lines) for fault in errors]
 
 
-def _of_shape(fault: "ErrorDetails", text: str) -> Fault:
+def _of_shape(fault: "ErrorDetails", lines: Lines) -> Fault:
     path = [part for part in fault["loc"] if part != "[key]"]
     words = [str(part) for part in path]
     in_api = words[:1] == ["hosts"] and words[2:3] == ["api"]
-    shown = "what is there" if in_api else brief(fault["input"])  # it may be the secret, put in the wrong place
+    hides = in_api or words[-1:] == ["user"]  # it may be the secret, put in the wrong place
+    shown = "what is there" if hides else brief(fault["input"])
+    pattern = fault.get("ctx", {}).get("pattern")
     match fault["type"]:
         case "unexpected_keyword_argument" if in_api and words[-1] in _SECRETS:
             why = (
@@ -55,7 +99,7 @@ def _of_shape(fault: "ErrorDetails", text: str) -> Fault:
             )
         case "unexpected_keyword_argument":
             allowed = sorted(_fields_at(words[:-1]))
-            why = f"no such key; allowed: {', '.join(allowed)}{nearest(words[-1], allowed)}"
+            why = f"no such key; allowed: {', '.join(allowed)}{_meant(words[-1], allowed)}"
         case "missing":
             why = "is missing"
         case "dataclass_type" | "dict_type":
@@ -64,19 +108,73 @@ def _of_shape(fault: "ErrorDetails", text: str) -> Fault:
             why = (
                 "can't be a name: that is at most 64 letters, digits, `_`, `-` and `.`, with none of the last two first"
             )
+        case "string_pattern_mismatch" if re.search(r"[\x00-\x1f\x7f-\x9f]", fault["input"]):
+            why = "must be without line breaks and control characters"
+        case "string_pattern_mismatch" if pattern == PLAIN:
+            why = "must not be empty"
         case "string_pattern_mismatch" if in_api:
-            why = f"must look like {fault.get('ctx', {}).get('pattern')}"
+            why = f"must look like {pattern}"
         case _:
             why = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, not {shown}"
-    return Fault(".".join(words), why, line_of(text, path))
+    return Fault(".".join(words), why, lines.of(path))
 
 
-def between_tables(tables: InventoryFile, text: str) -> list[Fault]:
-    """What each table may say alone, but not beside the others."""
+def _meant(key: str, allowed: Sequence[str]) -> str:
+    """The right word for a wrong key, or the table where it would be right."""
+    if (word := _SSH_WORDS.get(key.lower())) in allowed:
+        return f"; nearest: {word}"
+    places = [place for place, table in _TABLES.items() if key in {it.name for it in fields(table)}]
+    if key in {it.name for it in fields(InventoryFile)}:
+        return "; it belongs at the top, before the first [table]"
+    close = nearest(key, allowed)
+    return close if close or not places else f"; it belongs in {' or '.join(places)}"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Names of tables with faults of their own: they are there, and no more is said of them."""
+
+    names: Mapping[str, frozenset[str]]
+
+    def __contains__(self, word: object) -> bool:
+        return any(word in names for names in self.names.values())
+
+
+_NONE = Broken(dict.fromkeys(_KINDS, frozenset[str]()))
+
+
+def without_faults(
+    document: Mapping[str, Any], errors: "Sequence[ErrorDetails]"
+) -> tuple[dict[str, Any], Broken] | None:
+    """What is left of a document without its tables that have faults, and their names; None where a whole kind has one.
+
+    The names in a table of no known kind count as there: it is a kind, mistyped."""
+    bad: set[tuple[str, ...]] = set()
+    for error in errors:
+        path = tuple(map(str, error["loc"][:2]))
+        bad.add(path if path[0] in _KINDS else path[:1])
+    if any((kind,) in bad for kind in _KINDS):
+        return None
+    left = {key: value for key, value in document.items() if (key,) not in bad}
+    stray = {name for path in bad if len(path) == 1 for name in _names(document.get(path[0]))}
+    names: dict[str, frozenset[str]] = {}
+    for kind in _KINDS:
+        names[kind] = frozenset({path[-1] for path in bad if path[0] == kind} | stray)
+        if kind in left:
+            left[kind] = {name: table for name, table in left[kind].items() if name not in names[kind]}
+    return left, Broken(names)
+
+
+def _names(value: object) -> list[str]:
+    return list(cast(dict[str, Any], value)) if isinstance(value, dict) else []
+
+
+def between_tables(tables: InventoryFile, lines: Lines, broken: Broken = _NONE) -> list[Fault]:
+    """What each table may say alone, but not beside the others. broken: what else there is."""
     found: list[Fault] = []
 
     def bad(path: Sequence[str], why: str) -> None:
-        found.append(Fault(".".join(path), why, line_of(text, path)))
+        found.append(Fault(".".join(path), why, lines.of(path)))
 
     for kind, names in (("hosts", tables.hosts), ("containers", tables.containers), ("groups", tables.groups)):
         if ALL in names:
@@ -86,29 +184,32 @@ def between_tables(tables: InventoryFile, text: str) -> list[Fault]:
             bad(("hosts", name), why)
     for name, table in tables.containers.items():
         if table.host not in tables.hosts:
-            hosts = tables.hosts
-            why = f"no host is called {table.host!r}; hosts: {listed(hosts)}{nearest(table.host, hosts)}"
-            bad(("containers", name, "host"), why)
+            if table.host not in broken.names["hosts"]:
+                hosts = tables.hosts
+                why = f"no host is called {table.host!r}; hosts: {listed(hosts)}{nearest(table.host, hosts)}"
+                bad(("containers", name, "host"), why)
         elif table.python == SANDBOX and tables.hosts[table.host].sandbox is None:
             bad(("containers", name, "python"), f'"sandbox" needs a sandbox host; {table.host} is none')
         if len(set(table.gpus)) < len(table.gpus):
             bad(("containers", name, "gpus"), f"a GPU is named twice: {table.gpus}")
+    circles = _circles(tables.groups)
     for name, members in tables.groups.items():
         for kind, others in (("host", tables.hosts), ("container", tables.containers)):
             if name in others:
                 bad(("groups", name), f"a {kind} is called {name!r} too; choose another name")
         for word in members:
-            if why := _wrong_member(tables, word):
+            if word not in broken and (why := _wrong_member(tables, word)):
                 bad(("groups", name), why)
-        if circle := _circle(tables.groups, name):
-            bad(("groups", name), f"a group can't hold itself: {' -> '.join(circle)}")
-    if tables.default is not None and tables.default not in tables.containers:
+        if name in circles:
+            bad(("groups", name), f"a group can't hold itself: {' -> '.join(_ends(circles[name]))}")
+    default = tables.default
+    if default is not None and default not in tables.containers and default not in broken.names["containers"]:
         known = tables.containers
-        why = f"no container is called {tables.default!r}; containers: {listed(known)}"
-        if tables.default in tables.groups or tables.default in tables.hosts:
-            why += f"; a {'group' if tables.default in tables.groups else 'host'} is, and a default is one container"
+        why = f"no container is called {default!r}; containers: {listed(known)}"
+        if default in tables.groups or default in tables.hosts:
+            why += f"; a {'group' if default in tables.groups else 'host'} is, and a default is one container"
         else:
-            why += nearest(tables.default, known)
+            why += nearest(default, known)
         bad(("default",), why)
     return found
 
@@ -145,7 +246,22 @@ def on_host(tables: InventoryFile, host: str) -> list[str]:
     return [name for name, table in tables.containers.items() if table.host == host]
 
 
-def _circle(groups: Mapping[str, Sequence[str]], start: str) -> list[str]:
+def _circles(groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Group -> the shortest way from it back to itself; each circle once, at its first group in the file."""
+    left = {name: {word for word in words if word in groups} for name, words in groups.items()}
+    while free := [name for name, words in left.items() if not words & left.keys()]:
+        for name in free:  # no circle leads through these
+            del left[name]
+    found: dict[str, list[str]] = {}
+    told: set[str] = set()
+    for name in left:
+        if name not in told and (circle := _circle(left, name)):
+            found[name] = circle
+            told.update(circle)
+    return found
+
+
+def _circle(groups: Mapping[str, Iterable[str]], start: str) -> list[str]:
     """The shortest way from a group back to itself; empty when there is none."""
     came_from: dict[str, str] = {}
     ahead = [start]
@@ -160,6 +276,10 @@ def _circle(groups: Mapping[str, Sequence[str]], start: str) -> list[str]:
                 came_from[word] = group
                 ahead.append(word)
     return []
+
+
+def _ends(circle: list[str]) -> list[str]:
+    return circle if len(circle) <= 12 else [*circle[:6], f"({len(circle) - 12} more)", *circle[-6:]]
 
 
 def members(tables: InventoryFile, word: str) -> list[str] | None:
@@ -186,51 +306,6 @@ def members(tables: InventoryFile, word: str) -> list[str] | None:
     return list(found)
 
 
-def line_of(text: str, path: Sequence[str | int]) -> int | None:
-    """The line, from 1, at which the statement begins that first says `path`, or as much of it as there is.
-
-    The TOML reader of the standard library keeps no lines, so it is asked how much of the text it takes to have the
-    path: a text cut between two statements is TOML too, and nothing that follows takes a path away.
-    """
-    document = _parsed(text) if len(text) <= _LONGEST_TEXT else None
-    if document is None:
-        return None
-    while path and not _has(document, path):
-        path = path[:-1]
-    if not path:
-        return None
-    lines = text.split("\n")
-    low, high, tries = 0, len(lines), _MOST_TRIES  # the path is not in the first `low` lines, and in the first `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        for cut in (*range(middle, low, -1), *range(middle + 1, high)):  # at the middle, or as near as a cut may be
-            tries -= 1
-            if tries < 0:
-                return None
-            if (document := _parsed("\n".join((*lines[:cut], "")))) is not None:
-                break
-        else:
-            break  # one statement from line low + 1 to line high
-        low, high = (low, cut) if _has(document, path) else (cut, high)
-    return low + 1
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return None
-
-
-def _has(document: Any, path: Sequence[str | int]) -> bool:
-    for part in path:
-        try:
-            document = document[part]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return True
-
-
 def _fields_at(path: list[str]) -> list[str]:
     match path:
         case ["hosts", _]:
@@ -247,13 +322,33 @@ def _fields_at(path: list[str]) -> list[str]:
 
 
 def brief(value: object) -> str:
-    """A value as Python writes it, cut where it is long."""
-    text = repr(value)
+    """A value as Python writes it, without passwords, cut where it is long."""
+    try:
+        text = repr(hidden(value))
+    except (RecursionError, ValueError):  # too deep, or a number of thousands of digits
+        return "what is there"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def hidden(value: Any) -> Any:
+    """A value with no password in it: of https://USER:PASSWORD@..., and of USER:PASSWORD@..., the place is left."""
+    match value:
+        case str() if "://" in value:
+            return re.sub(r"(?<=://)[^/?#\s]*@", "***@", value)
+        case str():
+            return re.sub(r"[^\s:/@]+:\S*@", "***@", value)
+        case dict():
+            return {hidden(key): hidden(inner) for key, inner in cast(dict[Any, Any], value).items()}
+        case list() | tuple():
+            return [hidden(inner) for inner in cast(list[Any], value)]
+        case _:
+            return value
+
+
 def listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
+    known = list(names)
+    more = len(known) - _MOST_LISTED
+    return ", ".join(known[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

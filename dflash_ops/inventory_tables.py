@@ -13,6 +13,9 @@ from pydantic_core import CoreConfig, SchemaValidator
 from pydantic_core import core_schema as rules
 
 SANDBOX = "sandbox"  # as a container's `python`: the sandbox's own
+ALL = "all"  # the word of --on for every container; no name
+# No control character belongs in an inventory, and the programs that get these words take no NUL.
+PLAIN = r"^[^\x00-\x1f\x7f-\x9f]+$"
 
 
 @dataclass(frozen=True)
@@ -24,23 +27,24 @@ class _Key:
 
 
 # Strict: numbers are no texts, and 1 is not true.
-def _text(pattern: str | None = None) -> rules.CoreSchema:
-    return rules.str_schema(strict=True, pattern=pattern, min_length=None if pattern else 1)
+def _text(pattern: str = PLAIN) -> rules.CoreSchema:
+    return rules.str_schema(strict=True, pattern=pattern)
 
 
 def _number(least: int, most: int) -> rules.CoreSchema:
     return rules.int_schema(strict=True, ge=least, le=most)
 
 
-def _list(rule: rules.CoreSchema, least: int | None = None) -> rules.CoreSchema:
-    return rules.list_schema(rule, strict=True, min_length=least)
+def _list(rule: rules.CoreSchema, least: int | None = None, **editors: object) -> rules.CoreSchema:
+    return rules.list_schema(rule, strict=True, min_length=least, metadata={"pydantic_js_updates": editors})
 
 
 def _named(rule: rules.CoreSchema) -> rules.CoreSchema:
     """A table whose keys are names. A name is a word of --on, where commas part them, and part of a file's name. (Its
     length is a rule of its own: of `{0,63}` the core takes 18 ms to make an expression.)"""
     name = rules.str_schema(strict=True, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=64)
-    return rules.dict_schema(name, rule, metadata={"pydantic_js_updates": {"additionalProperties": False}})
+    told = {"additionalProperties": False, "propertyNames": {"maxLength": 64, "not": {"const": ALL}}}
+    return rules.dict_schema(name, rule, metadata={"pydantic_js_updates": told})
 
 
 def _table(kind: type[Any], **editors: object) -> rules.CoreSchema:
@@ -69,7 +73,9 @@ Text = str | None
 class ApiTable:
     """[hosts.NAME.api]: the host's Proxmox VE API. The token's secret stands in a variable or a file, never here."""
 
-    address: Annotated[Text, _Key("Where the API listens. Default: the host's address.", _text(r"^[^\s@/]+$"))] = None
+    address: Annotated[
+        Text, _Key("Where the API listens. Default: the host's address.", _text(r"^[^\s@/\x00-\x1f\x7f]+$"))
+    ] = None
     port: Annotated[int, _Key("The API's port.", _number(1, 65535))] = 8006
     user: Annotated[
         Text,
@@ -108,12 +114,20 @@ class HostTable:
     """[hosts.NAME]: either `sandbox`, or `address` and what ssh's own configuration does not say of it."""
 
     address: Annotated[
-        Text, _Key("A host name, an address, or an alias of ~/.ssh/config.", _text(r"^[^\s@-][^\s@]*$"))
+        Text,
+        _Key(
+            "A host name, an address, or an alias of ~/.ssh/config.",
+            _text(r"^[^\s@\x00-\x1f\x7f-][^\s@\x00-\x1f\x7f]*$"),
+        ),
     ] = None
     port: Annotated[int | None, _Key("The port of its ssh server.", _number(1, 65535))] = None
-    user: Annotated[Text, _Key("Who logs in. Others than root need `sudo -n` there.", _text(r"^[^\s@-][^\s@]*$"))] = (
-        None
-    )
+    user: Annotated[
+        Text,
+        _Key(
+            "Who logs in. Others than root need `sudo -n` there.",
+            _text(r"^[^\s@:\x00-\x1f\x7f-][^\s@:\x00-\x1f\x7f]*$"),
+        ),
+    ] = None
     key: Annotated[Text, _Key("The private key. Relative to the inventory.", _text())] = None
     known_hosts: Annotated[Text, _Key("The file that knows the host's key. Relative to the inventory.", _text())] = None
     ssh_config: Annotated[
@@ -141,7 +155,7 @@ class PinsTable:
         Text,
         _Key(
             "The package index that has that torch; PyTorch's site names one for each CUDA.",
-            _text(r"^(https?|file)://\S+$"),
+            _text(r"^(https?|file)://[^\s\x00-\x1f\x7f]+$"),
         ),
     ] = None
     transformers: Annotated[Text, _Key("Another version of transformers.", _text(r"^\d[\w.+!]*$"))] = None
@@ -155,7 +169,10 @@ class ContainerTable:
     vmid: Annotated[int, _Key("Its number, as `pct list` shows it.", _number(100, 999_999_999))]
     path: Annotated[
         str,
-        _Key("Its folder in the container: releases, runs, shared and env lie in it.", _text(r"^/[^\x00]*[^\x00/]$")),
+        _Key(
+            "Its folder in the container: releases, runs, shared and env lie in it.",
+            _text(r"^/[^\x00-\x1f\x7f]*[^\x00-\x1f\x7f/]$"),
+        ),
     ] = "/opt/dflash"
     python: Annotated[
         str,
@@ -170,7 +187,10 @@ class ContainerTable:
     ] = None
     gpus: Annotated[
         list[int],
-        _Key("The host's numbers of its GPUs, in the order in which the container sees them.", _list(_number(0, 4095))),
+        _Key(
+            "The host's numbers of its GPUs, in the order in which the container sees them.",
+            _list(_number(0, 4095), uniqueItems=True),
+        ),
     ] = field(default_factory=list[int])
     via: Annotated[
         Literal["lxc-attach", "pct"],
@@ -188,7 +208,14 @@ class ContainerTable:
     ] = PinsTable()
 
 
-_HOSTS = _table(HostTable, oneOf=[{"required": ["address"]}, {"required": ["sandbox"]}])
+_ONE_WAY = [
+    {"required": ["address"], "properties": {"sandbox": False}},
+    {
+        "required": ["sandbox"],
+        "properties": {key.name: False for key in dataclasses.fields(HostTable) if key.name != "sandbox"},
+    },
+]
+_HOSTS = _table(HostTable, oneOf=_ONE_WAY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +261,17 @@ def schema_text() -> str:
     return json.dumps({"$schema": GenerateJsonSchema.schema_dialect, **_for_toml(schema)}, indent=1) + "\n"
 
 
-def _for_toml(schema: Any) -> Any:
-    """The schema without titles, which repeat the keys, and without defaults that TOML can't say."""
+def _for_toml(schema: Any, *, names: bool = False) -> Any:
+    """The schema without titles, which repeat the keys, and without defaults that TOML can't say. names: whether its
+    keys are names of ours: `default` is one."""
     if not isinstance(schema, dict):
         return schema
     parts = cast(dict[str, Any], schema)
-    return {key: _for_toml(value) for key, value in parts.items() if key != "title" and not _unsayable(key, value)}
+    return {
+        key: _for_toml(value, names=not names and key in ("properties", "patternProperties"))
+        for key, value in parts.items()
+        if names or (key != "title" and not _unsayable(key, value))
+    }
 
 
 def _unsayable(key: str, value: Any) -> bool:

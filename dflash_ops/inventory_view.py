@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_ops.errors import NotFoundError
 from dflash_ops.inventory import Inventory
-from dflash_ops.inventory_faults import listed, nearest
+from dflash_ops.inventory_faults import hidden, listed, nearest
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,13 @@ def meant(book: Inventory) -> str | None:
     return book.tables.default or (names[0] if len(names) == 1 else None)
 
 
-def groups_of(book: Inventory, container: str) -> list[str]:
-    """The groups that a container is in, by its own name, its host's, or another group's."""
-    return [group for group in book.tables.groups if container in _names(book, group)]
+def groups_of(book: Inventory) -> dict[str, list[str]]:
+    """Container -> the groups that it is in, by its own name, its host's, or another group's."""
+    found: dict[str, list[str]] = {container: [] for container in book.tables.containers}
+    for group in book.tables.groups:
+        for container in _names(book, group):
+            found[container].append(group)
+    return found
 
 
 def empty_hosts(book: Inventory) -> list[str]:
@@ -46,14 +50,14 @@ def empty_hosts(book: Inventory) -> list[str]:
 
 
 def listing(book: Inventory) -> dict[str, Any]:
-    """The whole inventory as a document: what it says, defaults filled in."""
-    tables = book.tables
+    """The whole inventory as a document: what it says, defaults filled in, without passwords."""
+    tables, groups = book.tables, groups_of(book)
     return {
         "file": str(book.file),
         "default": meant(book),
-        "hosts": [{"name": name, **dataclasses.asdict(table)} for name, table in tables.hosts.items()],
+        "hosts": [{"name": name, **hidden(dataclasses.asdict(table))} for name, table in tables.hosts.items()],
         "containers": [
-            {"name": name, **dataclasses.asdict(table), "groups": groups_of(book, name)}
+            {"name": name, **hidden(dataclasses.asdict(table)), "groups": groups[name]}
             for name, table in tables.containers.items()
         ],
         "groups": [
@@ -106,5 +110,5 @@ def _rows(table: Any, before: str = "") -> list[Row]:
             rows += _rows(value, f"{before}{key.name}.")
             continue
         default = key.default_factory() if key.default_factory is not dataclasses.MISSING else key.default
-        rows.append(Row(f"{before}{key.name}", value, value != default))
+        rows.append(Row(f"{before}{key.name}", hidden(value), value != default))
     return rows

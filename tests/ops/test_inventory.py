@@ -13,7 +13,8 @@ from pydantic_core import ValidationError
 from dflash_ops.command import Api
 from dflash_ops.errors import ConfigError, NotFoundError, OpsError, UsageFault
 from dflash_ops.inventory import Inventory, examine, parse
-from dflash_ops.inventory_faults import Fault, line_of
+from dflash_ops.inventory_faults import Fault
+from dflash_ops.inventory_lines import line_of
 from dflash_ops.inventory_tables import checked
 from dflash_ops.sandbox.state import SandboxState
 
@@ -253,9 +254,10 @@ torhc = "cu126"
         (7, "containers.a.gpus.1"),
         (13, "containers.b.vmid"),
         (16, "containers.b.pins.torhc"),
+        (17, "hosts.far"),
     ]
     with pytest.raises(
-        ConfigError, match=r"dflash-ops\.toml:5\): is missing \(and 3 more\).*inventory check shows all"
+        ConfigError, match=r"dflash-ops\.toml:5\): is missing \(and 4 more\).*inventory check shows all"
     ):
         read(text)
     repaired = text.replace("vmid = 7", "vmid = 207").replace("-1", "1").replace("torhc", "torch")
@@ -297,9 +299,9 @@ def test_the_line_of_any_key_is_found(parts: list[str]) -> None:
         at += part.count("\n") + 1
 
 
-def test_looking_for_a_line_has_a_bound() -> None:
-    assert line_of("a = [\n" + "1,\n" * 300 + "]\nb = 1\n", ["b"]) is None
-    assert line_of(f"#{'x' * 100_000}\nb = 1\n", ["b"]) is None
+def test_long_statements_and_long_files_have_lines() -> None:
+    assert line_of("a = [\n" + "1,\n" * 300 + "]\nb = 1\n", ["b"]) == 303
+    assert line_of(f"#{'x' * 100_000}\nb = 1\n", ["b"]) == 2
     text = LAB + "".join(f'[containers.c{number}]\nhost = "lab"\nvmid = {number + 100}\n' for number in range(300))
     assert line_of(text, ["containers", "c299", "vmid"]) == 902
 
