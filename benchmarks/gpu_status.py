@@ -3,8 +3,8 @@
     python benchmarks/gpu_status.py [--rounds 5] [--json]
 
 one host      `dflash-ops gpu-status` as a user runs it, a new process with a new connection each time; and the verb
-              over a connection that is open, as `gpu-status --watch` does it. Two containers are asked besides the host,
-              by pct, whose calls take 0.6 s as real ones do, and by lxc-attach; and how many commands that is
+              over an open connection, as `gpu-status --watch` does it. Two containers are asked too: by pct, whose
+              calls take 0.6 s as real ones do, and by lxc-attach; and how many commands that is
 16 hosts      `dflash-ops gpu-status --all` of sixteen hosts whose every command takes 2 s to begin, against one of
               them alone. They are one sandbox under sixteen names: their work shares this machine's CPUs
 
