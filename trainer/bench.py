@@ -1,5 +1,6 @@
-"""`python -m trainer bench CONFIG.toml`: how fast a training with this config is here, what share of the GPUs' limit
-that is, and what holds it back. Needs no data: rows are made up. Nothing is saved.
+"""`python -m trainer bench [CONFIG.toml]`: how fast a training with this config is here, what share of the GPUs' limit
+that is, and what holds it back. Needs no data: rows are made up. Nothing is saved. Without a config: a target with
+random weights in Qwen3-4B's shape, rows of 4,096 tokens, 512 anchors, on one GPU (on a CPU: a tiny one).
 
 The target's part and the drafter's are timed alone first, one row's batch after the other; then all workers of the
 layout train together, as `train` does, for --steps steps. The limit is a large bfloat16 matrix product on each GPU.
@@ -7,8 +8,8 @@ layout train together, as `train` does, for --steps steps. The limit is a large 
 Exit codes: 0 done; 3 the config is wrong; 1 anything else.
 """
 
-# torch's cuda functions are partly untyped.
-# pyright: reportUnknownMemberType=false
+# torch's cuda functions are partly untyped, and transformers gives its Auto classes no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import argparse
 import copy
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.busy import Busy, advice
 from trainer.config import ConfigFault, TrainConfig, load, micro_rows
@@ -35,7 +37,7 @@ from trainer.pipeline import Failure, Pipeline, Stage
 from trainer.replicas import Replicas
 from trainer.shortage import shortage_in
 from trainer.speed import Counted, Times, alternating, counted, matrix_limit, packed_lengths, rates, tflops, where
-from trainer.start import Say, TrainingError, fresh_drafter
+from trainer.start import Say, TrainingError, fresh_drafter, target_dtype
 from trainer.streams import Streams
 from trainer.target import TargetModel
 from trainer.threads import make_torch_thread_safe, nothing_compiles
@@ -48,6 +50,9 @@ BEFORE = 4  # steps until all queues are as they stay
 ALONE = 12  # times that a part is timed alone
 LOST = 1.1  # over what the parts take alone: more is lost between them
 RATE = 1e-6
+# Hidden size, layers, heads, key heads, their size, MLP, vocabulary, tokens of a row, anchors, layers of the drafter.
+LARGE = 2560, 36, 32, 8, 128, 9728, 151936, 4096, 512, 5
+SMALL = 64, 8, 4, 2, 16, 128, 512, 256, 16, 2
 
 
 def draft_of(config: TrainConfig, target: TargetModel) -> DraftConfig:
@@ -282,11 +287,39 @@ def measure(
     return Bench(config, layout, targets, packed=packed, say=say).report(steps)
 
 
+def made_up(sets: Sequence[str]) -> tuple[TrainConfig, list[TargetModel]]:
+    """What is measured without a config, a target for each worker. Raises ConfigFault for sets that are wrong."""
+    on_gpu = torch.cuda.is_available()
+    hidden, layers, heads, narrow, head_dim, inner, vocabulary, tokens, anchors, draft_layers = (
+        LARGE if on_gpu else SMALL
+    )
+    text = (
+        f'[target]\npath = "random weights in a shape of Qwen3"\n[draft]\nlayers = {draft_layers}\n'
+        f'[data]\ntrain = "none"\nrow_tokens = {tokens}\n'
+        f'[train]\nsteps = 1\nrows_per_step = 1\nanchors = {anchors}\nloss = "exp-decay"\n'
+    )
+    config = load(text.encode(), sets)
+    shape = Qwen3Config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=narrow,
+        head_dim=head_dim, intermediate_size=inner, vocab_size=vocabulary, max_position_embeddings=40960,
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    made: dict[str, TargetModel] = {}
+    places = [place[-1] for place in parse(config.layout).targets]  # one that would be spread is on its last device
+    for name in dict.fromkeys(places):
+        device = torch.device(name)
+        with torch.random.fork_rng(devices=[]), device:
+            model = AutoModelForCausalLM.from_config(shape, dtype=target_dtype(config, device))
+        made[name] = TargetModel(model)
+    return config, [made[name] for name in places]
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m trainer bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, nargs="?")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--steps", type=int, default=20, help="to measure (default 20)")
     parser.add_argument("--rows", choices=("one", "packed"), default="packed", help="one document a row, or several")
@@ -298,13 +331,17 @@ def main(words: list[str]) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    targets = None
     try:
-        config = load(options.config, options.sets)
+        if options.config is None:
+            config, targets = made_up(options.sets)
+        else:
+            config = load(options.config, options.sets)
     except ConfigFault as fault:
         print(fault, file=sys.stderr)
         return CONFIG_CODE
     try:
-        found = measure(config, steps=options.steps, packed=options.rows == "packed", say=say)
+        found = measure(config, steps=options.steps, packed=options.rows == "packed", say=say, targets=targets)
     except RuntimeError as error:
         told = error if isinstance(error, TrainingError) else shortage_in(error, config)
         if told is None:

@@ -41,6 +41,13 @@ def test_it_tells_speed_share_and_reason(tiny_folder: Path, capsys: pytest.Captu
     assert [line.split()[0] for line in lines] == ["speed", "limit", "target", "drafter", "working", "held"]
 
 
+def test_without_a_config_a_target_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--steps", "1", "--rows", "one", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["target"].startswith("random weights") and found["documents_a_row"] == 1 and found["steps"] == 1
+    assert main(["bench", "--set", "train.step=3"]) == 3
+
+
 def test_a_wrong_config_is_told_as_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[target]\npath = "none"\n[data]\ntrain = "none"\n[train]\nstep = 3\n')
