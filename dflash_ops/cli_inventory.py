@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -107,16 +107,16 @@ def check(
     from dflash_ops.inventory_file import find, read
 
     file = find(inventory)
-    faults = examine(read(file))
-    if isinstance(faults, list):
-        document = {"file": str(file), "ok": False, "faults": faults, "checks": [], "unreached": []}
-        render.show(document, as_json=as_json, people=lambda: _faults(file, faults))
-        count = "one thing is" if len(faults) == 1 else f"{len(faults)} things are"
-        raise ConfigError(f"{count} wrong in the inventory", where=str(file), next="correct the file, line by line")
+    found = examine(read(file))
+    if isinstance(found, list):
+        _wrong(file, found, as_json)
     book = load(file)
-    if names and not connect:
-        book.names(names)  # are they there?
-    checks, errors = inventory_check.remarks(book.tables), dict[str, OpsError]()
+    faults, checks = inventory_check.files(book)
+    if faults:
+        _wrong(file, faults, as_json)
+    inventory_check.wanted(book, names or [])  # are they there?
+    checks += inventory_check.remarks(book.tables)
+    errors: dict[str, OpsError] = {}
     if connect:
         from dflash_ops import render_many
 
@@ -131,6 +131,13 @@ def check(
     render.show(document, as_json=as_json, people=lambda: _checks(book, checks, errors, connect))
     if codes:
         raise typer.Exit(many.worst(codes))
+
+
+def _wrong(file: Path, faults: "list[Fault]", as_json: bool) -> NoReturn:
+    document = {"file": str(file), "ok": False, "faults": faults, "checks": [], "unreached": []}
+    render.show(document, as_json=as_json, people=lambda: _faults(file, faults))
+    count = "one thing is" if len(faults) == 1 else f"{len(faults)} things are"
+    raise ConfigError(f"{count} wrong in the inventory", where=str(file), next="correct the file, line by line")
 
 
 def _faults(file: Path, faults: "list[Fault]") -> None:

@@ -3,13 +3,18 @@
 shell.begin(host); look(shell, host, containers)      -> every check of one host
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from dflash_ops import inventory_probe as probe
 from dflash_ops.checks import Check
 from dflash_ops.command import Container, Host
-from dflash_ops.errors import LinkLostError, OpsError, TimedOutError
+from dflash_ops.errors import LinkLostError, NotFoundError, OpsError, TimedOutError
 from dflash_ops.inventory import Inventory
+from dflash_ops.inventory_faults import Fault
+from dflash_ops.inventory_lines import line_of
 from dflash_ops.inventory_probe import Card, Cards, Inside, Listed
 from dflash_ops.inventory_tables import InventoryFile
 from dflash_ops.many import At, Board, Outcome, each
@@ -35,13 +40,51 @@ def remarks(tables: InventoryFile) -> list[Check]:
     return found
 
 
+def files(book: Inventory) -> tuple[list[Fault], list[Check]]:
+    """The files that an inventory names: those of no user are faults; what is not there is a warning."""
+    faults: list[Fault] = []
+    checks: list[Check] = []
+    for key, text, what in _files(book.tables):
+        where = ".".join(key)
+        try:
+            path = book.file.parent / Path(text).expanduser()
+        except RuntimeError:
+            faults.append(Fault(where, f"{text!r} has no home folder", line_of(book.text, key)))
+            continue
+        if why := _not_there(path, folder=what == "folder"):
+            checks.append(Check("file", where, "warning", f"{path} {why}", f"make it, or correct `{where}`"))
+    return faults, checks
+
+
+def _files(tables: InventoryFile) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    if tables.source is not None:
+        yield ("source",), tables.source, "folder"
+    for name, host in tables.hosts.items():
+        for key in ("key", "known_hosts", "ssh_config"):
+            if text := getattr(host, key):
+                yield ("hosts", name, key), text, "file"
+        for key in ("token_file", "ca"):
+            if text := getattr(host.api, key, None):
+                yield ("hosts", name, "api", key), text, "file"
+
+
+def _not_there(path: Path, *, folder: bool) -> str:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return "is not there" if isinstance(error, FileNotFoundError) else f"can't be read: {error.strerror}"
+    if stat.S_ISDIR(mode) != folder:
+        return "is no folder" if folder else "is a folder"
+    return "" if os.access(path, os.R_OK) else "can't be read: it is not ours"
+
+
 def ask(book: Inventory, names: Sequence[str], *, board: Board | None = None) -> list[Outcome[Host, tuple[Check, ...]]]:
     """Asks every host at once, or those alone that have these containers: what is there, by the host's name.
 
     names: words of `Inventory.names`; none for all there is. A host that can't be reached has its error."""
-    wanted = book.names(names) if names else tuple(book.tables.containers)
-    by_host: dict[str, list[str]] = {} if names else {host: [] for host in book.tables.hosts}
-    for name in wanted:
+    containers, hosts = wanted(book, names)
+    by_host: dict[str, list[str]] = {host: [] for host in hosts}
+    for name in containers:
         by_host.setdefault(book.tables.containers[name].host, []).append(name)
     places = {name: _there(book, name) for name in by_host}
 
@@ -50,6 +93,21 @@ def ask(book: Inventory, names: Sequence[str], *, board: Board | None = None) ->
 
     with Shell() as shell:
         return each(shell, places, verb, board=board)
+
+
+def wanted(book: Inventory, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The containers, and the hosts beside theirs, that words name; all for none. A host may be without containers.
+    Errors: those of `Inventory.names`."""
+    if not names:
+        return tuple(book.tables.containers), tuple(book.tables.hosts)
+    hosts = [word for name in names for part in name.split(",") if (word := part.strip()) in book.tables.hosts]
+    try:
+        return book.names(names), tuple(hosts)
+    except NotFoundError:
+        known = (book.tables.hosts, book.tables.groups)
+        if not hosts or not all(any(word.strip() in it for it in known) for name in names for word in name.split(",")):
+            raise
+        return (), tuple(hosts)
 
 
 def _there(book: Inventory, host: str) -> Host | OpsError:
@@ -75,7 +133,7 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
         found.append(_api(shell, host))
     cards: Cards | None = None
     if any(container.gpus for container in containers.values()):
-        cards = shell.ask(host, probe.cards(), timeout=_SECONDS)
+        cards = host_cards(shell, host)
         if cards.refused:
             found.append(Check("GPUs", str(host), "failure", cards.refused, "on the host: nvidia-smi"))
     for name, container in containers.items():
@@ -84,7 +142,7 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
         if there is None or there.status != "running":
             continue
         try:
-            seen = shell.ask(container, probe.inside(container), timeout=_SECONDS)
+            seen = inside(shell, container)
         except LinkLostError:
             raise
         except OpsError as error:
@@ -94,17 +152,42 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
     return tuple(found)
 
 
-def _api(shell: Shell, host: Host) -> Check:
-    """Whether the host's API answers to the token."""
+def host_cards(shell: Shell, host: Host) -> Cards:
+    """The host's GPUs; where nvidia-smi does not answer, that is why there are none. LinkLostError is raised."""
+    try:
+        return shell.ask(host, probe.cards(), timeout=_SECONDS)
+    except LinkLostError:
+        raise
+    except OpsError as error:
+        return Cards((), f"nvidia-smi on the host: {error.line()}")
+
+
+def inside(shell: Shell, container: Container) -> Inside:
+    """What is in a container that runs. A driver that hangs may stop nvidia-smi from being stopped; then all but the
+    GPUs is asked."""
+    try:
+        return shell.ask(container, probe.inside(container), timeout=_SECONDS)
+    except TimedOutError:
+        why = f"nvidia-smi gave no answer within {_SECONDS:.0f} s"
+        return shell.ask(container, probe.inside(container, why), timeout=_SECONDS)
+
+
+def api_version(shell: Shell, host: Host) -> tuple[str, bool]:
+    """The version that the host's API says, and whether it was asked by pvesh, for want of a token. Raises OpsError."""
     from dflash_ops import proxmox
 
+    with proxmox.connect(shell, host) as api:
+        return str(api.get("version").get("version", "unknown")), api.by_pvesh
+
+
+def _api(shell: Shell, host: Host) -> Check:
+    """Whether the host's API answers to the token."""
     assert host.api is not None
     try:
-        with proxmox.connect(shell, host) as api:
-            version = api.get("version").get("version", "unknown")
+        version, by_pvesh = api_version(shell, host)
     except OpsError as error:
         return Check("API", str(host), "failure", error.line(), error.next or None)
-    if api.by_pvesh:
+    if by_pvesh:
         fix = f"put the token's secret into {host.api.token_env}, or name a file of mode 0600 as `token_file`"
         return Check("API", str(host), "note", f"version {version}, by pvesh over ssh: there is no token here", fix)
     return Check("API", str(host), "ok", f"version {version}, as {host.api.user}!{host.api.token_name}")

@@ -1,6 +1,7 @@
 """Where the inventory lies, and its text."""
 
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -14,7 +15,8 @@ _MOST_BYTES = 1_000_000  # ten thousand containers
 
 def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
     """The inventory file to use: `explicit`, else what DFLASH_OPS_INVENTORY says, else the nearest from `start` (the
-    working folder) upwards, else the user's own. ConfigError when there is none, or something else has its name."""
+    working folder) upwards, else the user's own. ConfigError when there is none, or something else has its name, or
+    the nearest one is somebody else's."""
     named = explicit or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     try:
         if named is not None:
@@ -22,6 +24,7 @@ def find(explicit: Path | None = None, *, start: Path | None = None) -> Path:
         start = start.absolute() if start else working_folder()
         for folder in (start, *start.parents):
             if (file := present(folder / "dflash-ops.toml") or _in_folder(folder / "inventory")) is not None:
+                _refuse_strangers(file)
                 return file
         places = users_own()
         for file in places:
@@ -46,6 +49,32 @@ def _named(named: Path, said_by: str) -> Path:
             "there is no such inventory", where=str(named), why=why, next="correct it, or: dflash-ops init"
         )
     return file
+
+
+def _refuse_strangers(file: Path) -> None:
+    """ConfigError for a file that others put there, or may write: an inventory names an ssh configuration, and that
+    names programs to run. Who says --inventory has chosen it, and nobody chooses what lies in a folder above."""
+    ours = {0, os.geteuid()}
+    if (caller := os.environ.get("SUDO_UID", "")).isdecimal() and os.geteuid() == 0:
+        ours.add(int(caller))
+    why = mend = ""
+    for it in (file.lstat(), file.stat()):  # a link's owner says where it leads
+        if it.st_uid not in ours:
+            why = f"it is a file of {_user(it.st_uid)}, and was found by looking upwards"
+        elif not stat.S_ISLNK(it.st_mode) and it.st_mode & stat.S_IWOTH:
+            why, mend = "everybody may write it", f"chmod o-w {shlex.quote(str(file))}; or "
+    if why:
+        next = f"{mend}say --inventory {shlex.quote(str(file))} if you trust it, or set {VARIABLE}"
+        raise ConfigError("this inventory is not used", where=str(file), why=why, next=next)
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def _in_folder(folder: Path) -> Path | None:

@@ -106,14 +106,16 @@ else
     else echo "path $(last)"; fi
 fi
 if [ -z "$3" ]; then echo user; elif said=$(id -u -- "$3" 2>&1); then echo user; else echo "user $(last)"; fi
+if [ -n "$4" ]; then echo cards 1; echo "$4"; exit; fi
 limit=$(command -v timeout >/dev/null && echo timeout 8)
 said=$($limit nvidia-smi --query-gpu=index,uuid,name --format=csv,noheader 2>&1); echo "cards $?"; printf '%s\n' "$said"
 """
 
 
-def inside(container: Container) -> Query[Inside]:
-    """What is in a container that runs. OpsError when the answer can't be read."""
-    words = ("sh", "-c", _LOOK, "look", container.python, container.path, container.user or "")
+def inside(container: Container, no_cards: str = "") -> Query[Inside]:
+    """What is in a container that runs. no_cards: why its GPUs are not asked for. OpsError when the answer can't be
+    read."""
+    words = ("sh", "-c", _LOOK, "look", container.python, container.path, container.user or "", no_cards)
     return Query(Command(words), _inside)
 
 

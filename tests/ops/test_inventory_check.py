@@ -2,17 +2,19 @@
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Box, Cli
 
 from dflash_ops import cli_inventory, inventory_check, inventory_probe, inventory_view
 from dflash_ops.checks import Check
-from dflash_ops.command import Command, Container, Host, Result
-from dflash_ops.errors import ConfigError, NotFoundError, OpsError, PreflightError
+from dflash_ops.command import Command, Container, Host, Local, Result
+from dflash_ops.errors import ConfigError, NotFoundError, OpsError, PreflightError, TimedOutError
 from dflash_ops.inventory import load, parse
 from dflash_ops.inventory_probe import Card, Cards, Inside
 from dflash_ops.shell import Shell
@@ -150,6 +152,91 @@ def test_two_names_for_one_place_are_remarked() -> None:
         text += f'[containers.{name}]\nhost = "{host}"\nvmid = 200\n{more}\n'
     found = inventory_check.remarks(parse(text, Path("x")).tables)
     assert [(check.level, check.where) for check in found] == [("note", "b"), ("note", "r")]
+
+
+class Answers(Shell):
+    """A host of one container; what is not answered hangs."""
+
+    def __init__(self, hangs: str) -> None:
+        super().__init__()
+        self._hangs = hangs
+        self.asked: list[tuple[str, ...]] = []
+
+    def ask(self, place: Any, query: Any, *, timeout: float | None = None) -> Any:
+        words = query.command.argv
+        self.asked.append(words)
+        if words[0] == "pct":
+            return query.parse(result(f"VMID Status Lock Name\n200 running {'':>22} train\n"))
+        if self._hangs == "host" and isinstance(place, Host):
+            raise TimedOutError("no answer within 20 s", where=str(place))
+        if self._hangs == "container" and isinstance(place, Container) and not words[-1]:
+            raise TimedOutError("no answer within 20 s", where=str(place))
+        rows = words[-1] if isinstance(place, Container) and words[-1] else "0, GPU-0, NVIDIA H200"
+        inside = f"python 0 3.12.1\npath\nuser\ncards {int(bool(words[-1]))}\n{rows}\n"
+        return query.parse(result(inside if isinstance(place, Container) else rows))
+
+
+@pytest.mark.parametrize("hangs", ["host", "container"])
+def test_an_nvidia_smi_that_hangs_hides_nothing_else(hangs: str) -> None:
+    container = Container(HOST, 200, gpus=(0,), name="t")
+    found = inventory_check.look(Answers(hangs), HOST, {"t": container})
+    levels = {(check.name, check.where): check.level for check in found}
+    assert levels["python", "t"] == levels["path", "t"] == levels["container", "t"] == "ok"
+    (bad,) = [check for check in found if check.level == "failure"]
+    assert bad.name == "GPUs" and "no answer within 20 s" in bad.evidence
+    assert bad.where == ("lab" if hangs == "host" else "t")
+
+
+def test_all_but_the_gpus_can_be_asked(tmp_path: Path) -> None:
+    query = inventory_probe.inside(Container(HOST, 200, str(tmp_path), sys.executable), "it hangs")
+    with Shell() as shell:
+        seen = query.parse(shell.run(Local(), query.command))
+    assert seen.python == sys.version_info[:3] and seen.path == "" and seen.cards == Cards((), "it hangs")
+
+
+def test_files_that_are_not_there_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "i.toml", tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "here").touch()
+    file.write_text(
+        """source = "gone"
+[hosts.lab]
+address = "lab"
+key = "nokey"
+known_hosts = "here"
+ssh_config = "folder"
+[hosts.lab.api]
+token_file = "here/x"
+ca = "no.pem"
+"""
+    )
+    faults, checks = inventory_check.files(load(file))
+    assert faults == [] and {check.level for check in checks} == {"warning"}
+    said = {check.where.removeprefix("hosts.lab."): check.evidence.removeprefix(f"{tmp_path}/") for check in checks}
+    assert said == {
+        "source": "gone is not there",
+        "key": "nokey is not there",
+        "ssh_config": "folder is a folder",
+        "api.token_file": "here/x can't be read: Not a directory",
+        "api.ca": "no.pem is not there",
+    }
+    cli_inventory.check(inventory=file)
+    assert "warning: file (hosts.lab.key)" in capsys.readouterr().out
+    file.write_text(file.read_text().replace('"nokey"', '"~no-such-user/k"'))
+    with pytest.raises(ConfigError, match="one thing is wrong"):
+        cli_inventory.check(inventory=file)
+    assert "i.toml:4: hosts.lab.key: '~no-such-user/k' has no home folder" in capsys.readouterr().out
+
+
+def test_a_host_without_containers_can_be_asked_alone() -> None:
+    book = parse(TEXT, Path("/x.toml"))
+    assert inventory_check.wanted(book, ["bare"]) == ((), ("bare",))
+    assert inventory_check.wanted(book, ["b,bare"]) == (("b",), ("bare",))
+    assert inventory_check.wanted(book, ["lab"]) == (("a", "b"), ("lab",))
+    assert inventory_check.wanted(book, []) == (("a", "b"), ("lab", "bare"))
+    for words in (["none"], ["bare", "nope"]):
+        with pytest.raises(NotFoundError):
+            inventory_check.wanted(book, words)
 
 
 # -- what the file says

@@ -117,6 +117,41 @@ def test_the_users_own_is_the_last_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert users_own()[0] == tmp_path / ".config" / "dflash-ops" / "inventory.toml"
 
 
+def test_somebody_elses_inventory_in_a_folder_above_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SUDO_UID", raising=False)
+    deep, file = tmp_path / "a", tmp_path / "dflash-ops.toml"
+    deep.mkdir()
+    file.write_bytes(LAB)
+    os.chown(file, 4321, 4321)
+    with pytest.raises(ConfigError, match=r"is not used .*it is a file of user 4321.*Next: say --inventory"):
+        find(start=deep)
+    assert find(file, start=deep) == file  # who names it has chosen it
+    monkeypatch.setenv("SUDO_UID", "4321")
+    assert find(start=deep) == file
+    monkeypatch.delenv("SUDO_UID")
+    os.chown(file, 0, 4321)
+    file.chmod(0o664)
+    assert find(start=deep) == file
+    file.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"everybody may write it\. Next: chmod o-w"):
+        find(start=deep)
+    file.rename(tmp_path / "real.toml")
+    (tmp_path / "real.toml").chmod(0o644)
+    file.symlink_to("real.toml")
+    assert find(start=deep) == file
+    os.chown(file, 4321, 4321, follow_symlinks=False)
+    with pytest.raises(ConfigError, match="it is a file of user 4321"):
+        find(start=deep)
+    file.unlink()
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory" / "default.toml").write_bytes(LAB)
+    os.chown(tmp_path / "inventory" / "default.toml", 4321, 4321)
+    with pytest.raises(ConfigError, match="is not used"):
+        find(start=deep)
+
+
 def test_the_files_of_this_repository_are_good() -> None:
     for file in (FOLDER / "sandbox.toml", FOLDER / "lab.toml.example"):
         assert parse(file.read_text(), file).tables.default == "trainer"
