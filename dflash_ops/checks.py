@@ -60,7 +60,8 @@ class Diagnosis:
 @dataclass(frozen=True)
 class Facts:
     """What was found out. inside: None when the container could not be asked, `refused` says why; skew_s: how far the
-    host's clock is ahead of ours; gpus: None when gpu-status failed, `gpus_refused` says why."""
+    host's clock is ahead of ours; gpus: None when gpu-status failed, `gpus_refused` says why. mends: what to do about
+    what was refused."""
 
     host: Mapping[str, Any]
     inside: Mapping[str, Any] | None
@@ -68,13 +69,15 @@ class Facts:
     skew_s: float
     refused: str = ""
     gpus_refused: str = ""
+    mends: str = ""
 
 
 def judge(container: Container, facts: Facts) -> list[Check]:
     """Every check. Pure."""
     checks = [*_host(container, facts)]
     if facts.inside is None:
-        where, fix = str(container), f"on the host: pct status {container.vmid}; pct start {container.vmid}"
+        where = str(container)
+        fix = facts.mends or f"on the host: pct status {container.vmid}; pct start {container.vmid}"
         checks.append(Check("container", where, "failure", facts.refused, fix))
     else:
         checks += _programs(container, facts.inside)

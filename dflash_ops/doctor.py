@@ -34,17 +34,24 @@ def doctor(shell: Shell, container: Container, *, fix: bool = False) -> Diagnosi
     skew = max(0.0, told["now"] - time.time()) or min(0.0, told["now"] - began)
     within, refused = inside.result()
     gpus, gpus_refused = seen.result()
-    facts = Facts(told, within, gpus, skew, refused, gpus_refused)
+    facts = Facts(told, within, gpus, skew, _words(refused), _words(gpus_refused), refused.next if refused else "")
     fixed = [f"{container.host}: {line}" for line in told["fixed"]]
     fixed += [f"{container}: {line}" for line in (within["fixed"] if within else ())]
     return Diagnosis(str(container), tuple(judge(container, facts)), tuple(fixed))
 
 
-def _try(verb: Callable[[], T]) -> tuple[T | None, str]:
+def _try(verb: Callable[[], T]) -> tuple[T | None, OpsError | None]:
     try:
-        return verb(), ""
+        return verb(), None
     except OpsError as error:
-        return None, error.line()
+        return None, error
+
+
+def _words(error: OpsError | None) -> str:
+    """What failed and why; the advice is told apart from it."""
+    if error is None:
+        return ""
+    return f"{error.what}: {error.why}" if error.why else error.what
 
 
 def _query(python: str, path: str | None, vmid: int, fix: bool) -> Query[dict[str, Any]]:

@@ -4,7 +4,7 @@ A process is joined to its GPU by the descriptors it has open, to its container 
 its container says of it; nvidia-smi adds the memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -69,8 +69,10 @@ def join(
         own = next(iter(containers))
     gpus = parse_gpus(view["smi"]["gpus"]["out"], _indices(containers), _fields(view))
     apps = parse_apps(view["smi"]["apps"]["out"])
-    charged = {(app.gpu_uuid, app.pid): app for app in apps}
     by_minor = _uuid_by_minor(gpus, view["minors"])
+    charged = _charges(
+        apps, gpus, {it["pid"]: {by_minor.get(minor) for minor in it["minors"]} for it in view["holders"]}
+    )
     vmids: dict[str, int] = {
         inside["pid_namespace"]: vmid for vmid, inside in containers.items() if inside["pid_namespace"]
     }
@@ -129,6 +131,25 @@ def join(
         _judged(_with_others(gpu, processes, told), [xid for xid in found if xid.gpu_uuid == gpu.uuid]) for gpu in gpus
     ]
     return GpuStatus(host, tuple(gpus), tuple(processes), tuple(_problems(host, view, containers)), tuple(found), own)
+
+
+def _charges(
+    apps: Sequence[App], gpus: Sequence[Gpu], held: Mapping[int, Set[str | None]]
+) -> dict[tuple[str, int], App]:
+    """What is charged, by GPU and pid. What MIG instances of a GPU are charged with is that GPU's: the one that the
+    process holds, or the only one that is cut."""
+    cut = {gpu.uuid for gpu in gpus if gpu.mig_mode == "Enabled"}
+    found: dict[tuple[str, int], App] = {}
+    for app in apps:
+        uuid = app.gpu_uuid
+        if uuid.startswith("MIG-"):
+            mine = cut & held.get(app.pid, set()) or cut
+            uuid = next(iter(mine)) if len(mine) == 1 else uuid
+        known = found.get((uuid, app.pid))
+        if known is not None and known.used_mib is not None:
+            app = replace(app, used_mib=known.used_mib + (app.used_mib or 0.0))
+        found[uuid, app.pid] = replace(app, gpu_uuid=uuid)
+    return found
 
 
 def _fields(view: Mapping[str, Any]) -> Sequence[str]:

@@ -107,7 +107,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class App:
-    """One line of nvidia-smi's compute processes. The pid may be dead: then its memory is held by a child."""
+    """One line of nvidia-smi's compute processes. The pid may be dead: then its memory is held by a child. gpu_uuid: of
+    a MIG instance on a GPU that is cut into such."""
 
     gpu_uuid: str
     pid: int
@@ -251,7 +252,11 @@ def parse_apps(csv: str) -> list[App]:
     apps: list[App] = []
     for line in csv.split("\n"):
         cells = [cell.strip() for cell in line.split(",", len(APP_FIELDS) - 1)]
-        if len(cells) == len(APP_FIELDS) and cells[0].startswith("GPU-") and (pid := integer(cells[1])) is not None:
+        if (
+            len(cells) == len(APP_FIELDS)
+            and cells[0].startswith(("GPU-", "MIG-"))
+            and (pid := integer(cells[1])) is not None
+        ):
             apps.append(App(cells[0], pid, number(cells[2]), cells[3]))
     return apps
 

@@ -52,19 +52,26 @@ class Picture:
 def look(seconds: float = SMI_SECONDS) -> Picture:
     """Asks nvidia-smi, for so long at most."""
     told = probe.ask_smi(_QUERIES, seconds)
-    for answer in told.values():
-        if answer["code"] != 0:
+    cards: list[Card] = []
+    for cells in _rows(told["gpus"]["out"], 5):
+        if _is_count(cells[0]) and cells[1].startswith("GPU-"):
+            cards.append(Card(int(cells[0]), cells[1], cells[2], _number(cells[3]), _number(cells[4])))
+    for name, answer in told.items():
+        # Of a card that is lost it says so, ends with an error, and tells of the others all the same.
+        if answer["code"] != 0 and (
+            answer["code"] is None or not cards or (name == "apps" and told["gpus"]["code"] == 0)
+        ):
             last = [line for line in answer["out"].strip().split("\n") if line.strip()]
             why = answer["why"] or (last[-1] if last else f"nvidia-smi ended with {answer['code']}")
             return Picture(why=why, missing=answer["code"] is None and "no answer" not in answer["why"])
-    cards: list[Card] = []
-    for cells in _rows(told["gpus"]["out"], 5):
-        if cells[0].isdigit():
-            cards.append(Card(int(cells[0]), cells[1], cells[2], _number(cells[3]), _number(cells[4])))
     charges = [
-        (cells[0], int(cells[1]), _number(cells[2])) for cells in _rows(told["apps"]["out"], 3) if cells[1].isdigit()
+        (cells[0], int(cells[1]), _number(cells[2])) for cells in _rows(told["apps"]["out"], 3) if _is_count(cells[1])
     ]
     return Picture(tuple(cards), tuple(charges))
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def holders_of(card: Card) -> list[dict[str, Any]]:

@@ -175,10 +175,7 @@ def minors_of(pid: int, links: Iterable[str]) -> list[int]:
 
 def _mapped_minors(pid: int) -> list[int]:
     """The N of every /dev/nvidiaN that is mapped: a mapping keeps the device open when its descriptor is closed."""
-    try:
-        return mapped_minors(Path(f"/proc/{pid}/maps").read_bytes())
-    except OSError:
-        return []
+    return mapped_minors(processes.memory_file(pid, "maps"))
 
 
 def mapped_minors(maps: bytes) -> list[int]:

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,8 +61,41 @@ def read(pid: int) -> Process | None:
 
 def table() -> list[Process]:
     """Every process that this pid namespace can see."""
+    global _stuck
     numbers = (int(name) for name in os.listdir(PROC) if name.isdigit())
-    return [process for process in map(read, numbers) if process is not None]
+    found = [process for process in map(read, numbers) if process is not None]
+    _stuck = {process.pid for process in found if process.state == "D"}
+    return found
+
+
+# Of the newest table, those that wait in the kernel: in a sick driver they may hold what reading their memory needs,
+# and whoever reads their environment, command line or maps hangs as they do. And those of them where we did.
+_stuck: set[int] = set()
+_hung: set[int] = set()
+_PATIENCE = 0.3
+
+
+def memory_file(pid: int, name: str) -> bytes:
+    """What is in environ, cmdline or maps of the process; empty when it can't be read, or not without hanging."""
+    if pid not in _stuck:
+        _hung.discard(pid)
+        return _content(pid, name)
+    if pid in _hung:
+        return b""
+    told: list[bytes] = []
+    reader = threading.Thread(target=lambda: told.append(_content(pid, name)), daemon=True)
+    reader.start()
+    reader.join(_PATIENCE)
+    if not told:
+        _hung.add(pid)
+    return told[0] if told else b""
+
+
+def _content(pid: int, name: str) -> bytes:
+    try:
+        return (PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
 
 
 def is_identity(value: Any) -> bool:
@@ -97,20 +131,16 @@ def age_seconds(process: Process) -> float:
 
 def environment(pid: int) -> dict[bytes, bytes]:
     """The environment that the process was started with; empty when it can't be read."""
-    try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
+    pairs = (entry.partition(b"=") for entry in memory_file(pid, "environ").split(b"\0") if entry)
     return {key: value for key, _, value in pairs}
 
 
 def command(pid: int) -> str:
     """The command line for people; [name] where there is none (kernel threads, the dead)."""
+    words = memory_file(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    if words != [b""]:
+        return b" ".join(words).decode("utf-8", "replace")
     try:
-        words = (PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        if words != [b""]:
-            return b" ".join(words).decode("utf-8", "replace")
         return "[" + (PROC / str(pid) / "comm").read_text(errors="replace").strip() + "]"
     except OSError:
         return ""

@@ -1,0 +1,165 @@
+"""Machines that behave badly, seen by gpu-status, doctor and a start: lost and divided GPUs, many of them, stuck
+processes, containers without Python, inventories that are wrong."""
+
+import json
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Box, write_inventory
+from test_gpus import UUIDS, full_line, holder, host_view
+
+from dflash_ops import doctor, gpu_join, gpus, render_gpus, status
+from dflash_ops.command import Command
+from dflash_ops.remote import gpuproof, preflight, processes
+from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.shell import Shell
+
+LOST = "Unable to determine the device handle for GPU1: 0000:02:00.0: GPU is lost.  Reboot the system"
+
+
+def smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *, code: int, gpu_rows: str, app_rows: str = "") -> None:
+    """An nvidia-smi that says these rows and ends so."""
+    program = folder / "nvidia-smi"
+    rows = f'case "$1" in --query-gpu*) printf "%s" "{gpu_rows}";; *) printf "%s" "{app_rows}";; esac'
+    program.write_text(f"#!/bin/sh\n{rows}\nexit {code}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+# -- a start
+
+
+def test_a_lost_gpu_does_not_keep_a_run_from_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = f"0, {UUIDS[0]}, 00000000:01:00.0, 9, 24576\n"
+    apps = f"{UUIDS[0]}, {2**22 + 5}, 4\n"
+    smi(tmp_path, monkeypatch, code=15, gpu_rows=f"{row}{LOST}\n", app_rows=f"{LOST}\n{apps}")
+    picture = gpuproof.look()
+    assert [card.index for card in picture.cards] == [0] and picture.why == ""
+    assert picture.charges == ((UUIDS[0], 2**22 + 5, 4.0),)
+    parameters = {"gpus": [1], "locks": "meant", "python": "python3"}
+    assert preflight.unlocked(parameters, picture) == {}
+    with pytest.raises(preflight.Fault) as caught:
+        preflight.check(tmp_path, {**parameters, "name": "a", "room_bytes": 0}, None, picture=picture)
+    assert caught.value.parts["what"] == "there is no GPU 1"
+    # With no row at all, and where the processes can't be told, nothing is known.
+    smi(tmp_path, monkeypatch, code=9, gpu_rows="NVIDIA-SMI has failed because it couldn't communicate\n")
+    assert "has failed" in gpuproof.look().why
+    program = (
+        (tmp_path / "nvidia-smi").read_text().replace("exit 9", 'case "$1" in --query-gpu*) exit 0;; esac; exit 9')
+    )
+    (tmp_path / "nvidia-smi").write_text(program.replace("NVIDIA-SMI has failed because it couldn't communicate", row))
+    assert gpuproof.look().why == "nvidia-smi ended with 9"
+
+
+# -- gpu-status
+
+
+def test_what_mig_instances_use_is_their_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = full_line(**{"mig.mode.current": "Enabled", "utilization.gpu": "[N/A]"})
+    whole = full_line(**{"index": "1", "uuid": UUIDS[1], "pci.bus_id": "00000000:02:00.0"})
+    apps = "MIG-aaaa, 70, 100, python\nMIG-bbbb, 70, 50, python\nMIG-cccc, 80, 25, python\n"
+    apps += f"{UUIDS[1]}, 90, 7, python\n"
+    view = {**host_view(holders=(holder(70, minors=[0]), holder(90, minors=[1]))), "minors": {}}
+    view["smi"]["gpus"] = {"code": 0, "out": cut + whole, "why": "", "fields": list(gpus.GPU_FIELDS)}
+    view["smi"]["apps"] = {"code": 0, "out": apps, "why": ""}
+    found = gpu_join.join("lab", view, {})
+    assert {(it.gpu_uuid, it.pid, it.used_mib, it.kind) for it in found.processes} == {
+        (UUIDS[0], 70, 150.0, "container"),
+        (UUIDS[0], 80, 25.0, "dead"),
+        (UUIDS[1], 90, 7.0, "container"),
+    }
+    assert [gpu.other_mib for gpu in found.gpus] == [850.0, 993.0]
+    render_gpus.show_gpus(found)
+    assert "Enabled" in json.dumps(found.to_json()) and capsys.readouterr().out
+
+
+def test_sixty_four_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    uuids = [f"GPU-{number:08x}-0000-0000-0000-000000000000" for number in range(64)]
+    rows = "".join(
+        full_line(**{"index": str(number), "uuid": uuid, "pci.bus_id": f"00000000:{number:02X}:00.0"})
+        for number, uuid in enumerate(uuids)
+    )
+    everything = holder(70, minors=list(range(64)))
+    view = {**host_view(holders=(everything,)), "minors": {f"0000:{at:02x}:00.0": 63 - at for at in range(64)}}
+    view["smi"]["gpus"] = {"code": 0, "out": rows, "why": "", "fields": list(gpus.GPU_FIELDS)}
+    apps = "".join(f"{uuid}, 70, {number}, python\n" for number, uuid in enumerate(uuids))
+    view["smi"]["apps"] = {"code": 0, "out": apps, "why": ""}
+    found = gpu_join.join("lab", view, {})
+    assert {(it.gpu_uuid, it.used_mib) for it in found.processes} == {(it, float(at)) for at, it in enumerate(uuids)}
+    render_gpus.show_gpus(found)
+    assert len(capsys.readouterr().out.split("\n")) > 64
+
+
+def test_a_process_that_is_stuck_in_the_driver_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading its memory would wait for what it holds: here, for a pipe that nobody writes to."""
+    monkeypatch.setattr(processes, "PROC", tmp_path)
+    line = "{} (python) {} 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 55 0"
+    for pid, state in ((7, "D"), (8, "S")):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(line.format(pid, state))
+        (folder / "comm").write_text("python\n")
+        for name in ("environ", "cmdline", "maps"):
+            os.mkfifo(folder / name) if state == "D" else (folder / name).write_text("A=1\0")
+    assert [(it.pid, it.state) for it in sorted(processes.table(), key=lambda it: it.pid)] == [(7, "D"), (8, "S")]
+    assert (processes.environment(7), processes.environment(8)) == ({}, {b"A": b"1"})
+    assert (processes.command(7), processes.command(8)) == ("[python]", "A=1")
+    assert processes._hung == {7}
+    # It goes on: its memory can be read again.
+    (tmp_path / "7" / "stat").write_text(line.format(7, "R"))
+    for name in ("environ", "cmdline", "maps"):
+        (tmp_path / "7" / name).unlink()
+        (tmp_path / "7" / name).write_text("B=2\0")
+    processes.table()
+    assert processes.environment(7) == {b"B": b"2"} and processes._hung == set()
+
+
+# -- containers and inventories
+
+
+def test_a_container_without_python_is_said_and_the_rest_told(
+    sandbox: SandboxState, tmp_path: Path, shell: Shell
+) -> None:
+    own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox).container
+    bare = replace(own, python="/opt/no/python3")
+    found = status.gpu_status(shell, own.host, [bare], bare)
+    assert len(found.gpus) == 2
+    assert [problem for problem in found.problems if "there is no Python" in problem]
+    diagnosis = doctor.doctor(shell, bare)
+    (check,) = (check for check in diagnosis.checks if check.level == "failure")
+    assert (check.name, check.where) == ("container", str(own)) and "there is no Python" in check.evidence
+    assert check.fix and "python3" in check.fix and "pct start" not in check.fix
+    assert not diagnosis.ok
+
+
+def test_traps_for_real(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
+    """Wrong numbers and counts of GPUs, a run whose process lives on, majors written by hand."""
+    own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [1, 0]\n", vmid=201), sandbox).container
+    run = "a-20261129-120000-abcd"
+    folder = f"{own.path}/runs/{run}"
+    leave = (
+        f"mkdir -p {folder}; echo '{{}}' > {folder}/run.json; echo '{{\"code\": 1}}' > {folder}/exit.json; "
+        f"DFLASH_RUN_ID={run} DFLASH_RUN_DIR={folder} setsid sleep 300 >/dev/null 2>&1 </dev/null & echo $!"
+    )
+    pid = shell.run(own, Command(("sh", "-c", leave)), check=True).out.decode().strip()
+
+    def wrong(container: Any) -> dict[str, tuple[str, str, str]]:
+        found = doctor.doctor(shell, container)
+        return {it.name: (it.level, it.evidence, it.fix or "") for it in found.checks if it.level != "ok"}
+
+    try:
+        seen = wrong(own)
+        assert seen["GPU order"][0] == "failure" and seen["GPU order"][2] == "in the inventory: gpus = [0, 1]"
+        level, evidence, fix = seen["orphaned run"]
+        assert level == "warning" and evidence.endswith(f"its processes live: {pid}")
+        assert fix == f"dflash-ops train stop {run}"
+        assert seen["container config"][0] in ("note", "failure") and "hand" in seen["container config"][1]
+        seen = wrong(replace(own, gpus=(0,)))
+        assert seen["GPU count"][0] == "failure" and "it has nvidia0, nvidia1" in seen["GPU count"][1]
+    finally:
+        shell.run(own, Command(("sh", "-c", f"kill {pid}; rm -r {folder}")), check=True)
+    assert "orphaned run" not in wrong(replace(own, gpus=(0, 1)))
