@@ -6,8 +6,11 @@ Each round starts, in container 200, its neighbour 201 and on the host, processe
 API (libcuda alone, no torch): a living run, a stranger, a neighbour's, a host service; then what earlier runs leave:
 a child alone after its parent's SIGKILL (1536 MiB), a double fork, a trainer with three forked workers, one with a
 zombie. It compares gpu-status with what nvidia-smi says, row by row, and every process with whose it is; has `gpu free`
-end the earlier runs; and compares the memory with what it was before them. Without a GPU the sandbox's fake ones serve,
-which proves this script only. --out keeps what nvidia-smi and gpu-status said.
+end the earlier runs; and compares the memory with what it was before them. Beforehand: whether a start's locks name
+the GPUs that nvidia-smi names. Without a GPU the sandbox's fake ones serve, which proves this script only.
+
+--out keeps what nvidia-smi, the driver's table, gpu-status and doctor said, and on a machine with a GPU the samples of
+tests/samples/record.py (FOLDER/samples): one run is all that such a machine is needed for.
 """
 
 import argparse
@@ -18,10 +21,11 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_ops import gpu_free, gpus, status
+from dflash_ops import gpu_free, gpu_locks, gpus, status
 from dflash_ops.command import Command, Container, Host
 from dflash_ops.inventory import load
 from dflash_ops.sandbox import down, up
@@ -199,6 +203,31 @@ class Truth:
         for key in told.keys() - expected.keys():
             self.wrong.append(f"{name}: process {key} is told and was not made")
 
+    def locks(self) -> list[list[str]]:
+        """The lock files of each GPU, by the driver's table and by nvidia-smi, as a process in the container has them;
+        compared with nvidia-smi's own index and UUID."""
+        asked = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
+        rows = gpus.parse_indices(self.shell.run(self.host, Command(asked), check=True).out.decode())
+        show = Command(("sh", "-c", "for fd in /proc/$$/fd/*; do readlink $fd; done | grep -o 'gpu-.*lock'; true"))
+        told: list[list[str]] = []
+        for uuid, index in rows.items():
+            for by in ("table", "nvidia-smi", "UUID"):
+                words = gpu_locks.words(self.own, (self.own.gpus.index(index),), (uuid,) if by == "UUID" else ())
+                if by == "nvidia-smi":
+                    words = tuple(word.replace("/proc/driver/nvidia/gpus", "/proc/none") for word in words)
+                done = self.shell.run(self.own, replace(show, host_prefix=words), check=True)
+                files = sorted(done.out.decode().split())
+                told.append([by, *files])
+                if files != sorted([f"gpu-{index}.lock", f"gpu-{uuid}.lock"]):
+                    self.wrong.append(f"locks of GPU {index}, {uuid}, by {by}: {files}")
+        return told
+
+    def keep(self, name: str, *words: str) -> None:
+        """What a command on the host says, for the folder of --out."""
+        if self.out:
+            done = self.shell.run(self.host, Command(words), timeout=60)
+            (self.out / name).write_bytes(done.out + done.err)
+
     def round(self, number: int) -> dict[str, Any]:
         runs = {kind: f"r{number}-20261129-12000{at}-abcd" for at, kind in enumerate(_KINDS)}
         idle = self.used()
@@ -289,14 +318,26 @@ def main() -> None:
             with Shell() as shell:
                 book = load(inventory)
                 truth = Truth(shell, book.container("own"), book.container("neighbour"), asked.out)
+                locks = truth.locks()
                 rounds = [truth.round(number) for number in range(asked.rounds)]
+                truth.keep(
+                    "driver.txt", "sh", "-c", "head -n 99 /proc/driver/nvidia/version /proc/driver/nvidia/gpus/*/*"
+                )
+                truth.keep("nvidia-smi-q.txt", "nvidia-smi", "-q")
+                truth.keep("help-query-gpu.txt", "nvidia-smi", "--help-query-gpu")
                 environment = {**os.environ, "DFLASH_OPS_INVENTORY": str(inventory)}
-                words = [sys.executable, "-m", "dflash_ops"]
+                verbs = (["gpu-status"], ["doctor"], ["doctor", "--json"])
                 with ThreadPoolExecutor(2) as pool:
-                    shown = list(pool.map(lambda it: _said([*words, *it], environment), (["gpu-status"], ["doctor"])))
+                    shown = list(pool.map(_said, verbs, [environment] * len(verbs)))
         finally:
             down(name)
-    result = {"rounds": rounds, "wrong": truth.wrong}
+    if asked.out and list(Path("/dev").glob("nvidia[0-9]*")):
+        (asked.out / "samples").mkdir(exist_ok=True)
+        record = Path(__file__).parents[1] / "tests/samples/record.py"
+        recorded = subprocess.run([sys.executable, record, asked.out / "samples"], capture_output=True, text=True)
+        if recorded.returncode:
+            truth.wrong.append(f"record.py: {recorded.stderr.strip()[-500:]}")
+    result = {"locks": locks, "rounds": rounds, "wrong": truth.wrong}
     print(json.dumps(result, indent=1))
     print(*shown, sep="\n")
     if asked.out:
@@ -306,8 +347,8 @@ def main() -> None:
 
 
 def _said(words: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    return f"$ dflash-ops {words[-1]} (exit code {done.returncode})\n{done.stdout}{done.stderr}"
+    done = subprocess.run([sys.executable, "-m", "dflash_ops", *words], env=environment, capture_output=True, text=True)
+    return f"$ dflash-ops {' '.join(words)} (exit code {done.returncode})\n{done.stdout}{done.stderr}"
 
 
 if __name__ == "__main__":
