@@ -5,18 +5,21 @@ that (`hosts = {...}`) is a table put beside the others. The new text is read ba
 """
 
 import contextlib
+import itertools
 import os
 import tempfile
 import tomllib
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tomlkit
+import tomlkit.exceptions
 
 from dflash_ops.errors import BusyError, ConfigError, OpsError, UsageFault
-from dflash_ops.inventory import examine, parse
+from dflash_ops.inventory import examine, judged, parse
 from dflash_ops.inventory_file import BOM, decoded, present
+from dflash_ops.inventory_lines import Lines
 from dflash_ops.inventory_tables import InventoryFile
 
 Entry = Mapping[str, object]  # a table's keys as the inventory writes them; None is left out
@@ -43,9 +46,13 @@ def add(
     hosts: Mapping[str, Entry] | None = None,
     containers: Mapping[str, Entry] | None = None,
     head: str = "",
-) -> None:
-    """Adds all of these at once, or nothing. A host that is there may get its `api`. head: what a new file begins with.
-    Errors: add_host's."""
+    beside: Mapping[Path, bytes] | None = None,
+    renewed: Container[Path] = (),
+) -> list[Path]:
+    """Adds all of these at once, or nothing. A host that is there may get its `api`; one that is there word for word,
+    with a new container of it, is that one. head: what a new file begins with. beside: files that the inventory needs,
+    of which those `renewed` may be there with other words. Gives those of `beside` that were written. Errors:
+    add_host's; ConfigError for a file beside it that is another one."""
     new = {"hosts": _written(hosts or {}), "containers": _written(containers or {})}
     try:
         real = file.resolve()  # a link stays a link
@@ -53,38 +60,63 @@ def add(
         with _alone(real.parent):
             old = real.read_bytes() if present(real) else head.encode()
             text = added(decoded(old, file), file, new)
-            _replace(real, BOM + text if old.startswith(BOM.encode()) else text)
+            more = {
+                path: content for path, content in (beside or {}).items() if _is_to_be_written(path, content, renewed)
+            }
+            _place({**more, real: (BOM + text if old.startswith(BOM.encode()) else text).encode()})
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
         raise ConfigError(
             "the inventory can't be written", where=str(file), why=getattr(error, "strerror", None) or str(error)
         ) from error
+    return [*more]
+
+
+def _is_to_be_written(path: Path, content: bytes, renewed: Container[Path]) -> bool:
+    try:
+        there = path.read_bytes()
+    except FileNotFoundError:
+        return True
+    if there != content and path not in renewed:
+        raise ConfigError(
+            "another file is there already", where=str(path), next="compare it with what is meant, and remove it"
+        )
+    return there != content
 
 
 def added(text: str, file: Path, new: Mapping[str, Mapping[str, Entry]]) -> str:
     """The text with new tables: {"hosts": {name: keys}, "containers": {name: keys}}. Pure; `file` is for errors."""
     before = parse(text, file).tables
-    for kind, there in (("hosts", before.hosts), ("containers", before.containers)):
+    document = tomllib.loads(text)
+    if new["containers"]:
+        there = document.get("hosts", {})
+        new = {**new, "hosts": {name: keys for name, keys in new["hosts"].items() if there.get(name) != keys}}
+    for kind, tables in (("hosts", before.hosts), ("containers", before.containers)):
         for name, keys in new[kind].items():
-            may_be_there = kind == "hosts" and [*keys] == ["api"] and name in there and before.hosts[name].api is None
-            if name in there and not may_be_there:
+            may_be_there = kind == "hosts" and [*keys] == ["api"] and name in tables and before.hosts[name].api is None
+            if name in tables and not may_be_there:
                 raise UsageFault(
                     f"there is a {kind[:-1]} {name!r} already", where=str(file), next="choose another name, or edit it"
                 )
-    default = _new_default(before, new["containers"])
-    wanted: dict[str, Any] = {**default, **tomllib.loads(text)}
+    default = new_default(before, new["containers"])
+    wanted: dict[str, Any] = {**default, **document}
     for kind, entries in new.items():
         if entries:
             there = wanted.get(kind, {})
             wanted[kind] = {**there, **{name: {**there.get(name, {}), **keys} for name, keys in entries.items()}}
-    for attempt in (_at_the_end, _beside_the_others):
-        result = attempt(_with_default(text, default), new)
-        found = examine(result)
-        if isinstance(found, InventoryFile) and tomllib.loads(result) == wanted:
-            return result
-        if not isinstance(found, InventoryFile) and found[0].key:  # it is TOML, and says what may not be
-            raise UsageFault(
-                f"this can't be written into the inventory: {found[0].key}", where=str(file), why=found[0].why
-            )
+    if isinstance(wrong := judged(wanted, Lines("")), list):
+        raise UsageFault(f"this can't be written into the inventory: {wrong[0].key}", where=str(file), why=wrong[0].why)
+    begun = _with_default(text, default)
+    kinds = [kind for kind, entries in new.items() if entries]
+    for ways in itertools.product((_at_the_end, _beside_the_others), repeat=len(kinds)):
+        result = begun
+        try:
+            # What goes to the end comes last: it must not come between the others.
+            for way, kind in sorted(zip(ways, kinds, strict=True), key=lambda it: it[0] is _at_the_end):
+                result = way(result, {kind: new[kind]})
+            if tomllib.loads(result) == wanted and isinstance(examine(result), InventoryFile):
+                return result
+        except (ValueError, tomlkit.exceptions.TOMLKitError):  # not in this way
+            continue
     what = "the inventory is written in a way that can't be added to"
     raise OpsError(what, where=str(file), next=f"add:\n{rendered(new)}")
 
@@ -95,7 +127,8 @@ def rendered(new: Mapping[str, Mapping[str, Entry]]) -> str:
     return "\n".join(tomlkit.dumps(table).strip("\n") + "\n" for table in tables)
 
 
-def _new_default(before: InventoryFile, containers: Mapping[str, Entry]) -> dict[str, str]:
+def new_default(before: InventoryFile, containers: Mapping[str, Entry]) -> dict[str, str]:
+    """The `default` that is added with these containers: the only one until now, which was meant without one."""
     if before.default is None and containers and len(before.containers) == 1:
         return {"default": next(iter(before.containers))}
     return {}
@@ -135,7 +168,10 @@ def _beside_the_others(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str
                 there[name].update(keys)
             else:
                 there[name] = dict(keys)
-    return tomlkit.dumps(document)
+    result = tomlkit.dumps(document)
+    if "\r\n" in text and "\n" not in text.replace("\r\n", ""):
+        result = result.replace("\r\n", "\n").replace("\n", "\r\n")
+    return result
 
 
 def _line_ending(text: str) -> str:
@@ -181,16 +217,26 @@ def _alone(folder: Path) -> Generator[None, None, None]:
         os.close(descriptor)
 
 
-def _replace(file: Path, text: str) -> None:
-    """Puts the text in the file's place by rename, with the rights that the file had."""
-    descriptor, draft = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+def _place(files: Mapping[Path, bytes]) -> None:
+    """Puts these in their places by rename, the last one last, with the rights that were there. All are whole on the
+    disk before the first one is: a disk that is full leaves things as they were."""
+    drafts: dict[Path, Path] = {}
+    made: list[Path] = []
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(descriptor)
-            os.fchmod(descriptor, file.stat().st_mode & 0o7777 if file.exists() else 0o644)
-        Path(draft).replace(file)
+        for file, content in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, draft = tempfile.mkstemp(prefix=f".{file.name[:40]}.", dir=file.parent)
+            drafts[file] = Path(draft)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(descriptor)
+                os.fchmod(descriptor, file.stat().st_mode & 0o7777 if file.exists() else 0o644)
+        for file, draft in drafts.items():
+            is_new = not file.exists()
+            draft.replace(file)
+            made += [file] if is_new else []
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        for path in (*drafts.values(), *made):
+            path.unlink(missing_ok=True)
         raise

@@ -198,3 +198,111 @@ def test_many_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="no host is called 'lob'; hosts: lab; nearest: lab"):
         add(file, hosts={"lab": {"address": "x"}}, containers={"c": {"host": "lob", "vmid": 200}})
     assert list(tmp_path.iterdir()) == []
+
+
+NEW = {"hosts": {"n": {"address": "n"}}, "containers": {"k": {"host": "n", "vmid": 900, "gpus": [3]}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'hosts = {lab = {address = "lab"}}  # in\r\ncontainers = {t = {host = "lab", vmid = 200}}  # in\r\n# end',
+        '[hosts]\r\nlab = {address = "lab"}\r\n',
+    ],
+)
+def test_line_endings_stay_where_tables_are_in_braces(text: str) -> None:
+    got = added(text, FILE, NEW)
+    assert "\n" not in got.replace("\r\n", "") and got.count("\r\n") > text.count("\r\n")
+    assert got.count("# in") == text.count("# in")
+
+
+def test_a_new_table_comes_between_no_comment_and_its_table() -> None:
+    text = (
+        'hosts = {lab = {address = "lab"}}\n[containers.t]\nhost = "lab"\nvmid = 200\n'
+        '\n# about groups\n[groups]\na = ["t"]\n# the end\n'
+    )
+    got = added(text, FILE, NEW)
+    assert "# about groups\n[groups]" in got
+    assert got.endswith('# the end\n\n[containers.k]\nhost = "n"\nvmid = 900\ngpus = [3]\n')
+
+
+def test_dotted_hosts_at_the_top_can_be_added_to() -> None:
+    text = '# mine\nhosts.h0.address = "a"  # x\ncontainers = {t = {host = "h0", vmid = 200}}\n\n# late\n[groups]\n'
+    got = added(text, FILE, NEW)
+    assert got.endswith('\n[hosts.n]\naddress = "n"\n') and "# late\n[groups]" in got and "# x" in got
+    assert parse(got, FILE).container("k").host.address == "n"
+
+
+def test_what_is_refused_is_the_new_table_and_not_how_it_would_be_written() -> None:
+    text = 'hosts.h0.address = "a"\ncontainers = {}\n'
+    with pytest.raises(UsageFault, match=r"containers\.k\.vmid .*greater than or equal to 100"):
+        added(text, FILE, {"hosts": {}, "containers": {"k": {"host": "h0", "vmid": 7}}})
+
+
+def test_a_host_that_is_there_word_for_word_is_that_host() -> None:
+    text = added("", FILE, {**NEW, "containers": {}})
+    got = added(text, FILE, NEW)
+    assert got.count("[hosts.n]") == 1 and parse(got, FILE).container("k").host.address == "n"
+    for other in ({**NEW, "hosts": {"n": {"address": "m"}}}, {**NEW, "containers": {}}):
+        with pytest.raises(UsageFault, match="there is a host 'n' already"):
+            added(text, FILE, other)
+
+
+# -- files beside it
+
+
+def test_files_beside_it_are_written_once_and_told(tmp_path: Path) -> None:
+    file, ca, schema = tmp_path / "i.toml", tmp_path / "ca.pem", tmp_path / "schema.json"
+    beside = {ca: b"CA", schema: b"{}"}
+    assert add(file, hosts={"a": {"address": "a"}}, beside=beside, renewed={schema}) == [ca, schema]
+    assert add(file, hosts={"b": {"address": "b"}}, beside=beside, renewed={schema}) == []
+    assert add(file, hosts={"c": {"address": "c"}}, beside={ca: b"CA", schema: b"{1}"}, renewed={schema}) == [schema]
+    assert (ca.read_bytes(), schema.read_bytes()) == (b"CA", b"{1}")
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match=r"another file is there already .*ca\.pem"):
+        add(file, hosts={"d": {"address": "d"}}, beside={schema: b"{2}", ca: b"another"}, renewed={schema})
+    assert (file.read_bytes(), ca.read_bytes(), schema.read_bytes()) == (before, b"CA", b"{1}")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_who_comes_second_takes_away_nothing_of_the_first(tmp_path: Path) -> None:
+    file, ca = tmp_path / "i.toml", tmp_path / "ca.pem"
+    add(file, hosts={"a": {"address": "a"}}, containers={"x": {"host": "a", "vmid": 200}}, beside={ca: b"CA"})
+    with pytest.raises(UsageFault, match="there is a container 'x' already"):
+        add(file, containers={"x": {"host": "a", "vmid": 201}}, beside={ca: b"CA", tmp_path / "other": b"x"})
+    assert ca.read_bytes() == b"CA" and sorted(it.name for it in tmp_path.iterdir()) == ["ca.pem", "i.toml"]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_disk_that_fills_leaves_things_as_they_were(
+    fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, ca, schema = tmp_path / "i.toml", tmp_path / "ca.pem", tmp_path / "schema.json"
+    schema.write_bytes(b"older")
+    count = 0
+
+    def full(_: int) -> None:
+        nonlocal count
+        count += 1
+        if count == fails_at:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        add(file, hosts={"a": {"address": "a"}}, beside={ca: b"CA", schema: b"{}"}, renewed={schema})
+    assert [it.name for it in tmp_path.iterdir()] == ["schema.json"] and schema.read_bytes() == b"older"
+
+
+def test_a_rename_that_fails_takes_back_what_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, ca = tmp_path / "i.toml", tmp_path / "ca.pem"
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target == file:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(ConfigError, match="Input/output error"):
+        add(file, hosts={"a": {"address": "a"}}, beside={ca: b"CA"})
+    assert list(tmp_path.iterdir()) == []
