@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,7 @@ class Truth:
         self.shell, self.own, self.neighbour, self.host, self.out = shell, own, neighbour, own.host, out
         self.wrong: list[str] = []
 
-    def launch(self, place: Container | Host, scenes: list[tuple[str, int, str | None]]) -> list[list[int]]:
+    def launch(self, place: Container | Host, scenes: Sequence[tuple[str, int, str | None]]) -> list[list[int]]:
         """The pids, as the place numbers them, of (kind, MiB, run id)."""
         made = [
             {

@@ -201,6 +201,12 @@ def test_where_sudo_allows_little_the_holder_is_told_from_the_container(
     first = begin(shell, own, "a", 0)
     with pytest.raises(BusyError, match=rf"GPU 0 of box is taken .*run {first.run.id} in container 200 holds it since"):
         begin(shell, own, "b", 0)
+    # There, too, the locks are those of the GPUs that the container has, not of the inventory's numbers.
+    other = replace(places[1], host=own.host)
+    second = begin(shell, other, "b", 1)
+    assert len(second.notes) == 1 and "dflash-ops doctor" in second.notes[0]
+    (it,) = (it for it in gpu_locks.holders(shell.ask(other, gpus.container_query(other))) if it.uuid)
+    assert (it.index, it.run_id) == (1, second.run.id)
 
 
 def test_a_start_that_is_told_and_still_lacks_its_locks_says_so(

@@ -265,8 +265,13 @@ def test_a_dead_parents_living_child_is_found_and_freed_by_the_next_start(place:
     assert dead.held_by == (heir.pid,)
     assert (dead.run_id, dead.used_mib, heir.run_id, heir.vmid, heir.used_mib) == (run.id, 1542.0, run.id, 200, None)
     assert heir.age_s is not None and heir.age_s >= 0 and heir.container_pid is not None
+    files = [f"/dev/shm/torch_{run.id}_0", f"/dev/shm/torch_{run.id}0", f"/tmp/{run.id}"]
+    inside(shell, place, "touch", *files)
     started = train.start(shell, place, StartRequest("b", "", "mine.toml", gpus=(0,)))
     assert [it.pid for it in started.freed] == [heir.container_pid]
+    removed, left = {files[0], files[2]}, files[1]
+    assert {file for file in files if any(file in note.split(",")[0].split() for note in started.notes)} == removed
+    assert inside(shell, place, "sh", "-c", 'ls -d "$@" 2>/dev/null; true', "sh", *files).decode().split() == [left]
     retry_until(lambda: not [it for it in seen().processes if it.run_id == run.id])
     used = {gpu.in_container[200]: gpu.used_mib for gpu in seen().gpus}
     assert (used[0], used[1]) == (1551.0, 0.0)
