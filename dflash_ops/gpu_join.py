@@ -86,7 +86,7 @@ def join(
     }
 
     processes: list[GpuProcess] = []
-    for holder in view["holders"]:
+    for holder in [*view["holders"], *_told_inside(view, containers)]:
         vmid: int | None = vmids.get(holder["pid_namespace"], holder["vmid"])
         inside_host = vmid is None and holder["pid_namespace"] == view["pid_namespace"]
         container_pid: int | None = (
@@ -131,6 +131,21 @@ def join(
         _judged(_with_others(gpu, processes, told), [xid for xid in found if xid.gpu_uuid == gpu.uuid]) for gpu in gpus
     ]
     return GpuStatus(host, tuple(gpus), tuple(processes), tuple(_problems(host, view, containers)), tuple(found), own)
+
+
+def _told_inside(view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The holders that only their containers tell of, as the host would: its login user may not look into them."""
+    outside = {
+        (it["vmid"], it["namespace_pids"][-1], it["start"]): it for it in view.get("hidden", ()) if it["namespace_pids"]
+    }
+    known = {it["pid"] for it in view["holders"]}
+    found: list[dict[str, Any]] = []
+    for vmid, inside in containers.items():
+        for holder in inside["holders"]:
+            it = outside.get((vmid, holder["pid"], holder["start"]))
+            if it is not None and it["pid"] not in known:
+                found.append({**holder, **it, "pid_namespace": inside["pid_namespace"]})
+    return found
 
 
 def _charges(
@@ -271,8 +286,8 @@ def _problems(host: str, view: Mapping[str, Any], containers: Mapping[int, Mappi
         problems += [f"{host}: nvidia-smi: {line}" for line in other_lines(view["smi"]["gpus"]["out"], _fields(view))]
     if view.get("hidden"):
         problems.append(
-            f"{host}: what {view['hidden']} processes have open can't be read by this user: who holds a GPU outside of "
-            "the containers is told as far as nvidia-smi names it"
+            f"{host}: what {len(view['hidden'])} processes have open can't be read by this user: who holds a GPU on "
+            "the host itself is told as far as nvidia-smi names it"
         )
     if "xids" in view and view["xids"] is None:
         problems.append(f"{host}: the kernel's log can't be read: no Xid is known")

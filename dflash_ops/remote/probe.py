@@ -106,10 +106,7 @@ def holders() -> list[dict[str, Any]]:
 
 
 def _described(process: processes.Process) -> dict[str, Any]:
-    try:
-        cgroup = Path(f"/proc/{process.pid}/cgroup").read_bytes()
-    except OSError:
-        cgroup = b""
+    cgroup = _cgroup(process.pid)
     named = os.fsdecode(processes.environment(process.pid).get(processes.RUN_ID, b""))
     return {
         **processes.describe(process),
@@ -124,11 +121,21 @@ def _described(process: processes.Process) -> dict[str, Any]:
     }
 
 
-def hidden() -> int:
-    """Of how many processes we may not see what they have open: none for root."""
+def hidden() -> list[dict[str, Any]]:
+    """The processes of which we may not see what they have open: none for root."""
     if os.geteuid() == 0:
-        return 0
-    return sum(not os.access(f"/proc/{it.pid}/fd", os.R_OK) for it in processes.table() if not it.ended)
+        return []
+    found = [it for it in processes.table() if not it.ended and not os.access(f"/proc/{it.pid}/fd", os.R_OK)]
+    return [
+        {**it.identity(), "vmid": vmid_of(_cgroup(it.pid)), "namespace_pids": _namespace_pids(it.pid)} for it in found
+    ]
+
+
+def _cgroup(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_bytes()
+    except OSError:
+        return b""
 
 
 def charged(pid: int) -> dict[str, Any] | None:

@@ -185,7 +185,15 @@ def test_without_gpus_nothing_is_asked_of_them() -> None:
 HOLD = f"""
 import sys
 exec({Path(gpu_scenes.__file__).read_text()!r}.partition('if __name__')[0])
-open_gpu(int(sys.argv[1]), int(sys.argv[2]))
+if os.fork() == 0:
+    open_gpu(0, 200)
+    child = os.fork()
+    if child == 0:
+        sys.stdin.read()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.wait()
+open_gpu(0, 300)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -227,7 +235,7 @@ def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path
     """pct is found and asked for the config; what of GPUs can't be seen is said, and no living process called dead."""
     own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox).container
     ours = replace(own, host=replace(own.host, user="ops"))
-    hold = Command((own.python, "-IS", "-c", HOLD, "0", "300"))
+    hold = Command((own.python, "-IS", "-c", HOLD))
     with shell.converse(own, hold) as talk:
         assert talk.hear() == b"held"
         found = doctor.doctor(shell, ours)
@@ -239,8 +247,26 @@ def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path
     (problem,) = (it for it in seen.problems if "can't be read by this user" in it)
     assert problem.startswith("box: what ")
     assert [replace(it, age_s=0) for it in seen.processes] == [replace(it, age_s=0) for it in whole.processes]
-    (row,) = seen.processes
-    assert (row.kind, row.owner, row.vmid, row.used_mib, row.command[:1]) == ("container", "unknown", 200, 300.0, "/")
+    rows = [(it.kind, it.owner, it.vmid, it.used_mib, bool(it.held_by)) for it in seen.processes]
+    assert sorted(rows, key=str) == [
+        ("container", "unknown", 200, 300.0, False),
+        ("container", "unknown", 200, None, False),  # its parent is dead: that only the container can tell
+        ("dead", "unknown", 200, 200.0, True),
+    ]
+
+
+def test_as_a_user_who_may_do_everything_by_sudo(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
+    own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox).container
+    ours = replace(own, host=replace(own.host, user="ops"))
+    file = "/etc/sudoers.d/ops"
+    before = shell.run(own.host, Command(("cat", file)), check=True).out
+    try:
+        shell.run(own.host, Command(("tee", file), b"ops ALL=(ALL) NOPASSWD: ALL\n"), check=True)
+        with Shell() as another:
+            assert status.gpu_status(another, ours.host, [ours], ours).problems == ()
+            assert "sudo" not in {check.name for check in doctor.doctor(another, ours).checks}
+    finally:
+        shell.run(own.host, Command(("tee", file), before), check=True)
 
 
 def test_what_somebody_holds_is_not_stale(tmp_path: Path) -> None:
