@@ -7,7 +7,7 @@ for in silence: a script that works says so each second, and one that says nothi
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,13 +88,17 @@ def _behind_the_lock(
         raise BusyError(
             "a GPU was taken a moment ago", where=str(container), why=result.last_words, next="start it again"
         )
-    if not uuids:
-        inside = shell.ask(container, gpus.container_query(container), timeout=CALL_SECONDS)
-        own = gpus.parse_indices(inside["smi"]["gpus"]["out"])
-        real = tuple(uuid for uuid, index in own.items() if index in wanted)
-        if real and not any(holder.uuid in real for holder in holders):
-            return real
+    real = () if uuids else _real_gpus(shell, container, wanted)
+    if real and not any(holder.uuid in real for holder in holders):
+        return real
     raise _taken(container, holders)
+
+
+def _real_gpus(shell: Shell, container: Container, numbers: Collection[int]) -> tuple[str, ...]:
+    """The UUIDs of the GPUs that have these numbers in the container."""
+    inside = shell.ask(container, gpus.container_query(container), timeout=CALL_SECONDS)
+    own = gpus.parse_indices(inside["smi"]["gpus"]["out"])
+    return tuple(uuid for uuid, index in own.items() if index in numbers)
 
 
 def _lock_holders(
@@ -218,7 +222,8 @@ def _check_start(
     if known and wanted:
         holders = _lock_holders(shell, container, [container.gpus[gpu] for gpu in wanted], ())
         holders = [it for it in holders if it.run_id != instead_of.id]
-        if holders:
+        real = _real_gpus(shell, container, wanted) if holders else ()
+        if holders and (not real or any(it.uuid in real for it in holders)):
             raise _taken(container, holders)
     command = runs.start_command(container, request, runs.new_run_id(request.name), check_instead_of=instead_of.id)
     runs.checked(_hear(shell, container, command, on_wait))

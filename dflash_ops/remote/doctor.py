@@ -101,13 +101,15 @@ def stale_files(path: Path | None) -> list[str]:
         found = glob.glob(_STAGES)
     else:
         found = [*path.glob("incoming/*"), *path.glob("releases/new.tmp-*"), *path.glob("runs/.*.tmp")]
+    # A login user's files on a host where they are root by sudo are theirs still.
+    ours = {os.geteuid(), int(os.environ.get("SUDO_UID") or os.geteuid())}
     stale: list[str] = []
     for file in map(str, found):
         try:
             state = os.lstat(file)
         except OSError:
             continue
-        if time.time() - state.st_mtime > _DAY and state.st_uid == os.geteuid() and not _is_locked(file):
+        if time.time() - state.st_mtime > _DAY and state.st_uid in ours and not _is_locked(file):
             stale.append(file)
     return sorted(stale)
 

@@ -296,12 +296,14 @@ class _Rest:
 
     def __init__(self, path: Path, name: str) -> None:
         self._name, self._ours = name, owners.Owners(path)
+        self._above = owners.ancestors()
         self.runs: set[str] = set()
 
     def processes(self) -> list[processes.Process]:
         left: list[tuple[processes.Process, str]] = []
         for process in processes.table():
-            owner = owners.UNKNOWN if process.ended else self._ours.of(process)
+            spared = process.ended or process.pid in self._above
+            owner = owners.UNKNOWN if spared else self._ours.of(process)
             if owner.kind == "earlier" and owner.run_id is not None:
                 left.append((process, owner.run_id))
                 if rundir.name_of(owner.run_id) == self._name or probe.minors(process.pid):

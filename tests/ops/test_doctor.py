@@ -264,7 +264,12 @@ def test_as_a_user_who_may_do_everything_by_sudo(sandbox: SandboxState, tmp_path
         shell.run(own.host, Command(("tee", file), b"ops ALL=(ALL) NOPASSWD: ALL\n"), check=True)
         with Shell() as another:
             assert status.gpu_status(another, ours.host, [ours], ours).problems == ()
-            assert "sudo" not in {check.name for check in doctor.doctor(another, ours).checks}
+            stage = "/var/tmp/dflash-ops-stage-of-ops"
+            make = f"mkdir {stage} && touch -d '3 days ago' {stage}"
+            another.run(ours.host, Command(("sh", "-c", make)), check=True)
+            found = doctor.doctor(another, ours, fix=True)
+            assert found.fixed == (f"box: removed {stage}",)
+            assert "sudo" not in {check.name for check in found.checks}
     finally:
         shell.run(own.host, Command(("tee", file), before), check=True)
 

@@ -174,6 +174,8 @@ def test_two_containers_that_number_gpus_differently_exclude_each_other(
     assert len(second.notes) == 1 and "dflash-ops doctor" in second.notes[0]
     with pytest.raises(BusyError, match=rf"GPU 1 of box is taken .*run {second.run.id} in container 201"):
         begin(shell, own, "c", 1)
+    # A restart in the place of a run asks for the same GPU, whose number in the inventory is another run's.
+    second = train.restart(shell, other, "b", grace=0)
     view = shell.ask(own.host, gpus.host_query())
     held = [(it.index, it.run_id, it.vmid) for it in gpu_locks.holders(view) if it.uuid]
     assert held == [(0, first.run.id, 200), (1, second.run.id, 201)]
