@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -208,41 +209,68 @@ def init(
             help="A token for the Proxmox API, without its secret; the node's CA is fetched over ssh.",
         ),
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            parser=a_path,
+            help="With --api: the file of mode 0600 that holds the token's secret. Default: DFLASH_OPS_PVE_TOKEN.",
+        ),
+    ] = None,
+    api_address: Annotated[
+        str | None, typer.Option("--api-address", metavar="NAME", help="Where the API listens; default: the host.")
+    ] = None,
+    api_port: Annotated[
+        int | None, typer.Option("--api-port", metavar="NUMBER", min=1, max=65535, help="Its port; default: 8006.")
+    ] = None,
+    api_node: Annotated[
+        str | None, typer.Option("--api-node", metavar="NAME", help="The node's name in its cluster.")
+    ] = None,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Asks nothing: what has a default gets it.")] = False,
     untested: Annotated[bool, typer.Option("--untested", help="Asks no machine whether it is so.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write an inventory: asks what the options don't say, and tries each answer on the machine.
 
-    A file that is there gets a host and a container more; nothing of it is changed. A host key that ssh does not know
-    is shown with the command that adds it, and never added."""
+    A file that is there gets a host and a container more, and none of its lines is changed. Where one container was
+    meant without a name, it gets a `default` too, so that this stays so. A host key that ssh does not know is shown
+    with the command that adds it, and never added."""
     from dflash_ops import init as verbs
     from dflash_ops.shell import Shell
 
     file = (out or _place()).absolute()
-    if file.is_dir():
-        file = file / "dflash-ops.toml"
-    said = verbs.Said(
-        address, port, user, key, known_hosts, ssh_config, host, vmid, name, path, python, gpus, container_user, api
-    )
+    if out is not None and file.name != _NAME and _is_folder(file):
+        file = file / _NAME
+    reach = (address, port, user, key, known_hosts, ssh_config, host)
+    there_is = (vmid, name, path, python, gpus, container_user)
+    said = verbs.Said(*reach, *there_is, api, token_file, api_address, api_port, api_node)
     asker = _Asker(yes)
     there = os.path.lexists(file)
     with Shell() as shell:
         plan = verbs.plan(None if untested else shell, file, said, asker)
     if asker.can_ask:
         render.note(f"\n{verbs.preview(plan)}")
-        if not typer.confirm(f"{'Add this to' if there else 'Write this as'} {file}?", default=True, err=True):
+        try:
+            agreed = typer.confirm(f"{'Add this to' if there else 'Write this as'} {file}?", default=True, err=True)
+        except typer.Abort:
+            agreed = False
+        if not agreed:
             raise CancelledError("nothing was written")
     before = None if there else _in_use()
-    verbs.write(plan)
+    also = verbs.write(plan)
     document = {
         "file": str(plan.file),
         "host": plan.host,
         "container": plan.container,
         "tried": plan.tried,
-        "also_written": [str(path) for path in plan.files],
+        "untried": plan.untried,
+        "also_written": [str(path) for path in also],
     }
-    render.show(document, as_json=as_json, people=lambda: _written(plan, before))
+    render.show(document, as_json=as_json, people=lambda: _written(plan, also, before))
+
+
+_NAME = "dflash-ops.toml"
 
 
 def _place() -> Path:
@@ -250,10 +278,18 @@ def _place() -> Path:
     from dflash_ops.inventory_file import VARIABLE, working_folder
 
     if os.environ.get(VARIABLE):
-        return Path(os.environ[VARIABLE])
+        said = Path(os.environ[VARIABLE])
+        return said / "default.toml" if _is_folder(said) else said  # as it is looked for
     here = working_folder()
-    own, inside = here / "dflash-ops.toml", here / "inventory" / "default.toml"
+    own, inside = here / _NAME, here / "inventory" / "default.toml"
     return inside if inside.parent.is_dir() and not own.exists() else own
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # what is wrong with it is told where it is read
+        return False
 
 
 def _in_use() -> Path | None:
@@ -266,18 +302,18 @@ def _in_use() -> Path | None:
         return None
 
 
-def _written(plan: "verbs.Plan", before: Path | None) -> None:
+def _written(plan: "verbs.Plan", also: list[Path], before: Path | None) -> None:
     for line in plan.tried:
         render.say(f"tried: {line}")
-    for path in plan.files:
+    for line in plan.untried:
+        render.say(f"not tried: {line}")
+    for path in also:
         render.say(f"wrote {path}")
     render.say(f"wrote {plan.file}: container {plan.container} on host {plan.host}")
-    if "api" in plan.hosts.get(plan.host, {}):
-        render.say(
-            "the token's secret: put it into DFLASH_OPS_PVE_TOKEN, or into a file of mode 0600 named as `token_file`"
-        )
+    for name in plan.default.values():
+        render.say(f"{name} is its `default` now: the container that is meant where none is named")
     now = _in_use()
-    options = "" if now == plan.file else f" --inventory {plan.file}"
+    options = "" if now == plan.file else f" --inventory {shlex.quote(str(plan.file))}"
     if before is not None and now == plan.file:
         render.say(f"from here, commands used {before} until now")
     render.say(

@@ -5,15 +5,17 @@ that turns out wrong is asked for again where there is somebody to ask, and rais
 """
 
 import contextlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dflash_ops import init_answers as answers
-from dflash_ops import inventory_check, inventory_write
+from dflash_ops import init_api, init_schema, inventory_check, inventory_write
 from dflash_ops import inventory_probe as probe
-from dflash_ops.command import Command, Container, Host
+from dflash_ops.command import Container, Host
 from dflash_ops.errors import (
     ConfigError,
     HostKeyError,
@@ -22,68 +24,36 @@ from dflash_ops.errors import (
     PreflightError,
     UsageFault,
 )
+from dflash_ops.init_answers import Asker as Asker
+from dflash_ops.init_answers import Said as Said
 from dflash_ops.inventory import Inventory, parse
+from dflash_ops.inventory_faults import listed, nearest
 from dflash_ops.inventory_file import present, read
 from dflash_ops.inventory_probe import Cards, Inside, Listed
-from dflash_ops.inventory_tables import ContainerTable
+from dflash_ops.inventory_tables import ALL, ContainerTable
 from dflash_ops.shell import Shell
 
 T = TypeVar("T")
 
 _SECONDS = 20.0
-_CA = "/etc/pve/pve-root-ca.pem"
 _PATH, _PYTHON = ContainerTable.path, ContainerTable.python
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the command line says; None is asked for, or left out. address: may be USER@ADDRESS; host, name: of the
-    tables in the inventory; gpus: "0,1", or "none"; api: whose token, USER@REALM!NAME, or "none"."""
-
-    address: str | None = None
-    port: int | None = None
-    user: str | None = None
-    key: Path | None = None
-    known_hosts: Path | None = None
-    ssh_config: Path | None = None
-    host: str | None = None
-    vmid: str | None = None
-    name: str | None = None
-    path: str | None = None
-    python: str | None = None
-    gpus: str | None = None
-    container_user: str | None = None
-    api: str | None = None
-
-
-class Asker(Protocol):
-    """Who is asked for what the command line does not say. can_ask: whether there is somebody."""
-
-    can_ask: bool
-
-    def ask(self, what: str, flag: str, default: str | None) -> str:
-        """The answer. UsageFault, naming the flag, where nobody can be asked."""
-        ...
-
-    def again(self, error: OpsError) -> bool:
-        """Whether to ask again after a wrong answer; tells why it is wrong."""
-        ...
-
-    def tell(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What is to be written. hosts, containers: tables by name, as inventory_write takes them; files: what goes beside
-    the inventory; tried: what the machines said."""
+    """What is to be written. hosts, containers: tables by name, as inventory_write takes them; default: the `default`
+    that comes with them; files: what goes beside the inventory; tried: what the machines said; untried: what could not
+    be tried, and how to."""
 
     file: Path
     host: str
     container: str
     hosts: dict[str, dict[str, Any]]
     containers: dict[str, dict[str, Any]]
+    default: dict[str, str]
     files: dict[Path, bytes]
     tried: tuple[str, ...]
+    untried: tuple[str, ...] = ()
 
 
 def plan(shell: Shell | None, file: Path, said: Said, asker: Asker) -> Plan:
@@ -91,94 +61,79 @@ def plan(shell: Shell | None, file: Path, said: Said, asker: Asker) -> Plan:
 
     ConfigError where the file is there and wrong; HostKeyError for a host whose key is not known, which is never asked
     again; UsageFault and PreflightError for answers that nobody can be asked to correct."""
-    return _Init(shell, parse(read(file) if present(file) else "", file), said, asker).plan()
-
-
-def write(plan: Plan) -> None:
-    """Writes a plan: files beside the inventory first, all or nothing."""
-    made: list[Path] = []
     try:
-        for path, content in plan.files.items():
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-                made.append(path)
-        inventory_write.add(plan.file, hosts=plan.hosts, containers=plan.containers, head=_head(plan.file))
-    except BaseException as error:
-        for path in made:
-            path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ConfigError("the inventory can't be written", where=str(plan.file), why=str(error)) from error
-        raise
+        text = read(file) if present(file) else ""
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError("the inventory can't be read", where=str(file), why=why, next="say another --out") from error
+    return _Init(shell, parse(text, file), said, asker).plan()
+
+
+def write(plan: Plan) -> list[Path]:
+    """Writes a plan, all or nothing; gives the files beside the inventory that were written."""
+    return inventory_write.add(
+        plan.file,
+        hosts=plan.hosts,
+        containers=plan.containers,
+        head=init_schema.head(plan.file),
+        beside=plan.files,
+        renewed=[init_schema.own(plan.file)],
+    )
 
 
 def preview(plan: Plan) -> str:
     """The tables that a plan adds, as the file will have them."""
-    return inventory_write.rendered({"hosts": plan.hosts, "containers": plan.containers})
-
-
-def _head(file: Path) -> str:
-    return (
-        f"#:schema ./{schema_file(file).name}\n# Written by dflash-ops init. Every key: dflash-ops inventory schema\n"
-    )
-
-
-def schema_file(file: Path) -> Path:
-    """Where editors find the schema of an inventory in this folder."""
-    beside = file.parent / "schema.json"
-    with contextlib.suppress(OSError):
-        if beside.read_bytes() == _schema():
-            return beside
-    return file.parent / "dflash-ops.schema.json"
-
-
-def _schema() -> bytes:
-    from dflash_ops.inventory_tables import schema_text
-
-    return schema_text().encode()
+    default = "".join(f"default = {json.dumps(name)}\n\n" for name in plan.default.values())
+    return default + inventory_write.rendered({"hosts": plan.hosts, "containers": plan.containers})
 
 
 class _Init:
     def __init__(self, shell: Shell | None, book: Inventory, said: Said, asker: Asker) -> None:
         self._shell, self._book, self._said, self._asker = shell, book, said, asker
         self._tried: list[str] = []
+        self._untried: list[str] = []
+        self._new_hosts: dict[str, dict[str, Any]] = {}
         self._seen: dict[Container, Inside] = {}
 
     def plan(self) -> Plan:
+        self._sayable(user=self._said.container_user)
         host, new, listed = self._host()
         name = host.name
         if new:
-            free = self._free(answers.name_of(host.address), self._book.tables.hosts)
-            name = self._settled(self._said.host, "Its name in the inventory", "--host", free, self._free_host)
+            paths = {key: self._relative(getattr(host, key)) for key in ("key", "known_hosts", "ssh_config")}
+            keys = {"address": host.address, "port": host.port, "user": host.user, **paths}
+            free = self._free(answers.name_of(host.address))
+            name = self._settled(
+                self._said.host, "Its name in the inventory", "--host", free, lambda it: self._named("hosts", it, keys)
+            )
+            self._new_hosts = {name: keys}
         container = self._container(host, name, listed)
         api, files = self._api(host, name)
-        hosts: dict[str, dict[str, Any]] = {}
-        if new:
-            paths = {key: self._relative(getattr(host, key)) for key in ("key", "known_hosts", "ssh_config")}
-            hosts[name] = {"address": host.address, "port": host.port, "user": host.user, **paths}
+        hosts = {**self._new_hosts}
         if api:
-            hosts.setdefault(name, {})["api"] = api
-        keys: dict[str, Any] = {"host": name, "vmid": container.vmid}
-        plain = Container(host, container.vmid)
-        for key in ("path", "python", "user", "gpus"):
-            if getattr(container, key) != getattr(plain, key):
-                keys[key] = getattr(container, key)
-        if not present(self._book.file):
-            files[schema_file(self._book.file)] = _schema()
-        tables = {container.name: keys}
-        return Plan(self._book.file, name, container.name, hosts, tables, files, tuple(self._tried))
+            hosts[name] = {**hosts.get(name, {}), "api": api}
+        tables = {container.name: self._keys(container, name)}
+        default = inventory_write.new_default(self._book.tables, tables)
+        file = self._book.file
+        files = {**files, **init_schema.files(file)}
+        return Plan(file, name, container.name, hosts, tables, default, files, tuple(self._tried), tuple(self._untried))
 
     # -- the host. Its name is asked once it has answered; the connection goes on under the one that it began with.
 
     def _host(self) -> tuple[Host, bool, tuple[Listed, ...]]:
         """The host, connected to; whether it is to be written; its containers."""
-        said, tables = self._said, self._book.tables.hosts
+        said, tables, where = self._said, self._book.tables.hosts, str(self._book.file)
         if said.host in tables:
             if said.address is not None:
-                raise UsageFault(
-                    f"host {said.host!r} is in the file already", where=str(self._book.file), next="leave --address out"
-                )
-            return self._try_host(said.host)
+                raise UsageFault(f"host {said.host!r} is in the file already", where=where, next="leave --address out")
+            return self._use(said.host)
+        if said.host is not None and said.address is None and tables and not self._asker.can_ask:
+            raise UsageFault(
+                f"no host is called {said.host!r}, and --address is not said",
+                where=where,
+                why=f"the file has: {listed(tables)}{nearest(said.host, tables)}",
+                next="say one of these, or --address too for a new one",
+            )
         question = "The Proxmox host: a name, an address, or an alias of ~/.ssh/config"
         if tables:
             question += f"; or one of this file: {', '.join(tables)}"
@@ -187,19 +142,35 @@ class _Init:
     def _try_host(self, word: str) -> tuple[Host, bool, tuple[Listed, ...]]:
         said = self._said
         if word in self._book.tables.hosts:
-            host = self._book.host(word)
-            return host, False, self._reach(host)
-        user, _, address = word.rpartition("@")
-        host = Host(
-            answers.name_of(address), address, said.port, user or said.user, said.key, said.known_hosts, said.ssh_config
-        )
+            return self._use(word)
+        user, address = answers.user_and_address(word, said.user)
+        host = Host(answers.name_of(address), address, said.port, user, said.key, said.known_hosts, said.ssh_config)
         for name, table in self._book.tables.hosts.items():
             if (table.address, table.port, table.user) == (host.address, host.port, host.user):
-                host = self._book.host(name)
-                return host, False, self._reach(host)
+                return self._use(name)
         keys = {"address": host.address, "port": host.port, "user": host.user}
         inventory_write.added("", self._book.file, {"hosts": {"new": inventory_write.said(keys)}, "containers": {}})
         return host, True, self._reach(host)
+
+    def _use(self, name: str) -> tuple[Host, bool, tuple[Listed, ...]]:
+        """A host of the file. UsageFault where the command line says other things of it: they would be dropped."""
+        host, where = self._book.host(name), str(self._book.file)
+        if self._said.host not in (None, name):
+            next = f"say --host {name} in place of --address and --host; a second name for it is written by hand"
+            raise UsageFault(f"this address is host {name!r} in the file already", where=where, next=next)
+        other = [
+            f"--{key.replace('_', '-')}"
+            for key in ("port", "user", "key", "known_hosts", "ssh_config")
+            if (given := getattr(self._said, key)) is not None and _whole(given) != _whole(getattr(host, key))
+        ]
+        if other:
+            raise UsageFault(
+                f"host {name!r} is in the file with other values",
+                where=where,
+                why=f"they are not those of {', '.join(other)}",
+                next=f"leave them out, or change [hosts.{name}] by hand",
+            )
+        return host, False, self._reach(host)
 
     def _reach(self, host: Host) -> tuple[Listed, ...]:
         if self._shell is None:
@@ -209,9 +180,6 @@ class _Init:
         if not found:
             raise PreflightError("the host has no containers", where=host.address, next="on the host: pct list")
         return found
-
-    def _free_host(self, word: str) -> str:
-        return self._named("hosts", word, {"address": "x"})
 
     # -- the container
 
@@ -228,12 +196,16 @@ class _Init:
         bare = Container(host, chosen.vmid, said.path or _PATH, said.python or _PYTHON, user=said.container_user)
         asked = "Python in the container; the trainer's environment is made of it"
         bare = self._settled(said.python, asked, "--python", _PYTHON, lambda it: self._try_python(bare, it))
+        self._hold("user", bare, None, self._inside(bare))  # nobody is asked for it
         asked = "Folder in the container for releases and runs"
         bare = self._settled(said.path, asked, "--path", _PATH, lambda it: self._try_path(bare, host_name, it))
-        host_cards = self._cards(host)
+        without = said.gpus is not None and not answers.gpus(said.gpus)
+        host_cards = None if without or self._shell is None else inventory_check.host_cards(self._shell, host)
         inside = self._inside(bare)
         detected = answers.detected(host_cards, inside.cards) if inside else ()
-        if inside and inside.cards.refused and said.gpus is None:
+        if host_cards and host_cards.refused and said.gpus is None:
+            self._asker.tell(f"  the host shows no GPU: {host_cards.refused}")
+        elif inside and inside.cards.refused and said.gpus is None:
             self._asker.tell(f"  the container shows no GPU: {inside.cards.refused}")
         bare = self._settled(
             said.gpus,
@@ -242,23 +214,37 @@ class _Init:
             ",".join(map(str, detected)) or answers.NONE,
             lambda it: self._try_gpus(bare, it, host_cards, inside),
         )
-        taken = self._book.tables.containers
-        default = (
-            "trainer" if "trainer" not in taken else self._free(answers.name_of(chosen.name or str(chosen.vmid)), taken)
+        taken = self._taken()
+        default = "trainer" if "trainer" not in taken else self._free(answers.name_of(chosen.name or str(chosen.vmid)))
+        keys = self._keys(bare, host_name)
+        name = self._settled(
+            said.name, "Its name in the inventory", "--name", default, lambda it: self._named("containers", it, keys)
         )
-        name = self._settled(said.name, "Its name in the inventory", "--name", default, self._free_container)
         return replace(bare, name=name)
 
+    def _keys(self, container: Container, host_name: str) -> dict[str, Any]:
+        """The container's table: what is not so by default."""
+        keys: dict[str, Any] = {"host": host_name, "vmid": container.vmid}
+        plain = Container(container.host, container.vmid)
+        for key in ("path", "python", "user", "gpus"):
+            if getattr(container, key) != getattr(plain, key):
+                keys[key] = getattr(container, key)
+        return keys
+
+    def _sayable(self, **keys: Any) -> None:
+        """UsageFault for what no container's table can say."""
+        new = {"new": inventory_write.said({"host": "x", "vmid": 100, **keys})}
+        inventory_write.added("", self._book.file, {"hosts": {"x": {"address": "x"}}, "containers": new})
+
     def _try_python(self, container: Container, python: str) -> Container:
+        self._sayable(python=python)
         container = replace(container, python=python)
         self._hold("python", container, None, self._inside(container))
         return container
 
     def _try_path(self, container: Container, host_name: str, path: str) -> Container:
         container = replace(container, path=path)
-        keys = {"host": "x", "vmid": container.vmid, "path": path}
-        tables = {"hosts": {"x": {"address": "x"}}, "containers": {"new": keys}}
-        inventory_write.added("", self._book.file, tables)
+        self._sayable(vmid=container.vmid, path=path)
         for name, table in self._book.tables.containers.items():
             if (table.host, table.vmid, table.path) == (host_name, container.vmid, path):
                 raise UsageFault(
@@ -266,9 +252,7 @@ class _Init:
                     where=str(self._book.file),
                     next="edit it there, or choose another folder",
                 )
-        inside = self._inside(container)
-        self._hold("path", container, None, inside)
-        self._hold("user", container, None, inside)
+        self._hold("path", container, None, self._inside(container))
         return container
 
     def _try_gpus(self, container: Container, word: str, cards: Cards | None, inside: Inside | None) -> Container:
@@ -286,9 +270,8 @@ class _Init:
             return
         for check in inventory_check.judge("new", container, cards, inside):
             if check.name == what and check.level == "failure":
-                raise PreflightError(
-                    f"{what}: {check.evidence}", where=str(container), next=f"say another --{what.lower()}"
-                )
+                flag = "--container-user" if what == "user" else f"--{what.lower()}"
+                raise PreflightError(f"{what}: {check.evidence}", where=str(container), next=f"say another {flag}")
             if check.name == what:
                 self._tried.append(f"{what}: {check.evidence}")
                 if check.level == "warning":
@@ -299,45 +282,33 @@ class _Init:
         if self._shell is None:
             return None
         if container not in self._seen:
-            self._seen[container] = self._shell.ask(container, probe.inside(container), timeout=_SECONDS)
+            self._seen[container] = inventory_check.inside(self._shell, container)
         return self._seen[container]
-
-    def _cards(self, host: Host) -> Cards | None:
-        return self._shell.ask(host, probe.cards(), timeout=_SECONDS) if self._shell else None
-
-    def _free_container(self, word: str) -> str:
-        return self._named("containers", word, {"host": "x", "vmid": 100})
 
     # -- the API
 
     def _api(self, host: Host, host_name: str) -> tuple[dict[str, Any], dict[Path, bytes]]:
         """[hosts.NAME.api] and the node's CA beside the inventory; nothing where no token is named."""
-        if host.api is not None:  # it is in the file
+        said = self._said
+        if host.api is not None:
+            init_api.refuse_others(said, host.api, host_name, self._book.file)
             return {}, {}
         question = "A token for the Proxmox API, as USER@REALM!NAME, without its secret"
-        given = self._said.api if self._asker.can_ask else self._said.api or answers.NONE  # one may well go without
-        token = self._settled(given, question, "--api", answers.NONE, answers.token)
-        if token is None:
+        given = said.api if self._asker.can_ask else said.api or answers.NONE  # one may well go without
+        return self._settled(given, question, "--api", answers.NONE, lambda it: self._try_api(host, host_name, it))
+
+    def _try_api(self, host: Host, host_name: str, word: str) -> tuple[dict[str, Any], dict[Path, bytes]]:
+        file = self._book.file
+        keys = init_api.keys_of(word, self._said, self._relative(self._said.token_file))
+        if not keys:
             return {}, {}
-        keys: dict[str, Any] = {"user": token[0], "token_name": token[1]}
+        inventory_write.added("", file, {"hosts": {"new": {"address": "x", "api": keys}}, "containers": {}})
         if self._shell is None:
             return keys, {}
-        asked = self._shell.run(host, Command(("cat", _CA), root=True), timeout=_SECONDS)
-        if asked.code != 0 or b"-----BEGIN CERTIFICATE-----" not in asked.out:
-            raise PreflightError(
-                "the node's CA can't be read",
-                where=f"{host.address}:{_CA}",
-                why=asked.last_words,
-                next=f"leave --api out; copy the file here, and name it as `ca` in [hosts.{host_name}.api]",
-            )
-        name = f"{host_name}-ca.pem"
-        path = self._book.file.parent / name
-        if path.exists() and path.read_bytes() != asked.out:
-            raise ConfigError(
-                "another CA is there already", where=str(path), next="compare the two, and remove the old one"
-            )
-        self._tried.append(f"API: the node's CA was read from {_CA}")
-        return {**keys, "ca": name}, {path: asked.out}
+        ca, tried = init_api.fetch_and_try(self._shell, host, host_name, file, keys)
+        (self._tried if tried.went else self._untried).append(tried.words)
+        name = init_api.ca_name(host_name)
+        return {**keys, "ca": name}, {file.parent / name: ca}
 
     # -- shared
 
@@ -355,14 +326,23 @@ class _Init:
                 given = None
 
     def _named(self, kind: str, word: str, keys: dict[str, Any]) -> str:
-        """The word, when a new table of that kind may be called so."""
-        if word in getattr(self._book.tables, kind):
-            raise UsageFault(f"{word!r} is in the file already", where=str(self._book.file), next="choose another name")
-        hosts = {"x": {"address": "x"}} if kind == "containers" else {}
-        inventory_write.added("", self._book.file, {"hosts": hosts, "containers": {}, kind: {word: keys}})
+        """The word, when a new table of that kind may be called so, in this file."""
+        where, tables = str(self._book.file), self._book.tables
+        if word in getattr(tables, kind):
+            raise UsageFault(f"{word!r} is in the file already", where=where, next="choose another name")
+        if word in tables.groups:
+            raise UsageFault(f"a group is called {word!r} in the file", where=where, next="choose another name")
+        new = {"hosts": self._new_hosts, "containers": {}, kind: {word: keys}}
+        said = {of: {name: inventory_write.said(table) for name, table in them.items()} for of, them in new.items()}
+        inventory_write.added(self._book.text, self._book.file, said)
         return word
 
-    def _free(self, word: str, taken: "dict[str, Any]") -> str:
+    def _taken(self) -> set[str]:
+        tables = self._book.tables
+        return {*tables.hosts, *tables.containers, *tables.groups, ALL}
+
+    def _free(self, word: str) -> str:
+        taken = self._taken()
         names = (word, *(f"{word}-{number}" for number in range(2, len(taken) + 3)))
         return next(name for name in names if name not in taken)
 
@@ -374,3 +354,8 @@ class _Init:
         with contextlib.suppress(ValueError):
             return str(whole.relative_to(self._book.file.parent))
         return str(whole)
+
+
+def _whole(value: object) -> object:
+    """Paths from the root, so that two of them can be compared."""
+    return os.path.normpath(value.expanduser().absolute()) if isinstance(value, Path) else value

@@ -139,7 +139,7 @@ def test_a_file_that_is_there_gets_more_and_loses_nothing(sandbox: SandboxState,
         ({"vmid": "202"}, PreflightError, "container 202 is stopped, and can't be tried.*pct start 202"),
         ({"gpus": "5"}, PreflightError, "the host has no GPU 5.*say another --gpus"),
         ({"container_user": "nobody-there"}, PreflightError, "user: .*nobody-there"),
-        ({"known_hosts": Path("/dev/null")}, HostKeyError, "SHA256:.*echo "),
+        ({"known_hosts": Path("/dev/null")}, HostKeyError, "SHA256:.*to hold this line"),
     ],
 )
 def test_what_is_wrong_is_raised_where_nobody_corrects_it(
