@@ -5,6 +5,7 @@ cli.py and cli_inventory.py register them.
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from dflash_ops.errors import BusyError, CancelledError, ConfigError, OpsError, 
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container, Host
-    from dflash_ops.containers import Changed, ContainerStatus, OnRuns
+    from dflash_ops.containers import Changed, ContainerStatus, GoingOn, OnRuns
     from dflash_ops.discover import Added, Discovery
     from dflash_ops.inventory import Inventory
     from dflash_ops.proxmox_values import Snapshot
@@ -148,7 +149,7 @@ def snapshots(target: Target = None, inventory: InventoryFile = None, as_json: J
         if not listed.snapshots:
             render.say(f"no snapshots of {listed.container}; dflash-ops ct snapshot makes one")
             return
-        rows = [(it.name, _moment(it), it.description) for it in listed.snapshots]
+        rows = [(it.name, _moment(it), textwrap.shorten(it.description, 80)) for it in listed.snapshots]
         render.table(("SNAPSHOT", "MADE", "FOR"), rows, spare=("FOR",))
 
     render.show(listed, as_json=as_json, people=people)
@@ -167,7 +168,7 @@ def rollback(
 ) -> None:
     """Put the container back to a snapshot: everything written in it since is lost.
 
-    Shows what that is, and wants the container's number typed. Never while a run goes on."""
+    Shows what that is, and wants the container's number typed. Never while a run goes on, in whatever folder."""
     from dflash_ops import snapshots as verbs
     from dflash_ops.shell import Shell
 
@@ -183,10 +184,11 @@ def rollback(
         if dry_run:
             render.show(losing, as_json=as_json, people=lambda: _tell(losing, container.vmid, render.say))
             return
+        verbs.refuse_living(container, losing)
         _tell(losing, container.vmid, render.note)
         if confirm_vmid is None:
             _want_typed(container.vmid)
-        done = verbs.rollback(shell, container, name, also=also, on_log=render.note)
+        done = verbs.rollback(shell, container, name, shown=losing, also=also, on_log=render.note)
     again = "; it runs again" if done.started else ""
     what = f"{done.container} is back at snapshot {done.snapshot}{again}, {done.seconds:.1f} s"
     render.show(done, as_json=as_json, people=lambda: render.say(what))
@@ -253,24 +255,27 @@ def _tell(losing: "Lost", vmid: int, say: "Callable[[str], None]") -> None:
     """What going back would lose, a line each."""
     since = f"since {_moment(losing.snapshot)}"
     say(f"going back to snapshot {losing.snapshot.name} loses everything written in container {vmid} {since}")
-    for what, names in (
-        ("run", losing.runs),
-        ("checkpoint", losing.checkpoints),
-        ("release", losing.releases),
-        ("environment", losing.environments),
+    for what, names, also in (
+        ("run", losing.runs, ""),
+        ("run", losing.continued, ": its log, metrics and end since"),
+        ("checkpoint", losing.checkpoints, ""),
+        ("release", losing.releases, ""),
+        ("environment", losing.environments, ""),
     ):
         for name in names:
-            say(f"  {what} {name}")
+            say(f"  {what} {name}{also}")
     if not losing.known:
-        say("  what that is can't be listed: the container is stopped; dflash-ops ct start, then again, lists it")
+        say(f"  {'what else that is' if losing.runs else 'what that is'} can't be listed: {losing.unknown}")
     else:
-        say("  data in shared/, and any other file")
+        say("  data in shared/, runs in folders that the inventory lacks, and any other file")
+    for run in losing.live:
+        say(f"  run {run} goes on: going back is refused until it has ended; {run.advice}")
     if losing.newer_snapshots:
         say(f"  newer snapshots, on storages that allow it only without them: {', '.join(losing.newer_snapshots)}")
 
 
 def _show_discovery(found: "Discovery") -> None:
-    from dflash_ops.discover import shown
+    from dflash_ops.discover import in_inventory, shown
 
     if not found.containers:
         render.say(f"no containers on {found.host}")
@@ -282,7 +287,7 @@ def _show_discovery(found: "Discovery") -> None:
             it.node,
             it.status,
             ", ".join([*map(str, it.gpus), *(["MIG"] if it.mig else [])]) or None,
-            ", ".join(it.known_as) or None,
+            in_inventory(it) or None,
             "; ".join(it.problems) or None,
         )
         for it in shown(found)
@@ -317,7 +322,7 @@ def _span(seconds: int) -> str:
 def _asking(doing: str, container: "Container") -> "OnRuns":
     """Asks whether to go on though runs do; without a terminal it refuses."""
 
-    def on_runs(live: "Sequence[str]", error: OpsError | None) -> None:
+    def on_runs(live: "Sequence[GoingOn]", error: OpsError | None) -> None:
         if error is not None:
             raise BusyError(
                 "whether a run goes on can't be seen",
@@ -325,13 +330,13 @@ def _asking(doing: str, container: "Container") -> "OnRuns":
                 why=str(error),
                 next=f"the same with --yes, if it is to {doing} all the same",
             ) from error
-        who = f"run {live[0]} goes on" if len(live) == 1 else f"runs go on: {', '.join(live)}"
+        who = f"run {live[0]} goes on" if len(live) == 1 else f"runs go on: {', '.join(map(str, live))}"
         if not os.isatty(0):
             raise BusyError(
                 who,
                 where=str(container),
                 why=f"it would end with the container, which is to {doing}",
-                next=f"dflash-ops train stop {live[0]}; or the same with --yes",
+                next=f"{live[0].advice}; or the same with --yes",
             )
         if _typed(f"{who}. {doing.capitalize()} container {container.vmid} all the same? [y/N] ").lower() not in (
             "y",

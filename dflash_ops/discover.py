@@ -5,7 +5,7 @@ writing of chosen ones into the inventory.
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,8 @@ _MINORS = Command(("sh", "-c", "cat /proc/driver/nvidia/gpus/*/information 2>/de
 class Discovered:
     """A container of the cluster. gpus: the host's indices of the GPUs that its configuration passes in; mig: whether
     MIG instances are among them; problems: what keeps programs in it from its GPUs, or us from its configuration; host:
-    the inventory's host that is its node, known_as: the inventory's names of it."""
+    the inventory's host that is its node, known_as: the inventory's names of it; stale: of those, the ones that the
+    inventory has on another host, with that host: it was migrated."""
 
     node: str
     vmid: int
@@ -38,6 +39,7 @@ class Discovered:
     problems: tuple[str, ...]
     host: str | None
     known_as: tuple[str, ...]
+    stale: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def discover(shell: Shell, inventory: Inventory, host: Host) -> Discovery:
         index = _indices(shell, host) if any(it.minors for it in passed) else {}
         asked = api.asked.where
     hosts = _hosts_by_node(inventory, host.name, own)
+    cluster = _of_the_cluster(inventory, hosts, host.name, own, [it.node for it in listed])
+    known = {it.vmid: _known_as(inventory, cluster, it.vmid) for it in listed}
     return Discovery(
         host.name,
         asked,
@@ -93,7 +97,8 @@ def discover(shell: Shell, inventory: Inventory, host: Host) -> Discovery:
                 mig=gpus.mig,
                 problems=gpus.problems if gpus.hook is None else (*gpus.problems, _by_hook(gpus.hook)),
                 host=hosts.get(it.node),
-                known_as=_known_as(inventory, hosts.get(it.node), it.vmid),
+                known_as=tuple(known[it.vmid]),
+                stale={name: on for name, on in known[it.vmid].items() if cluster[on] not in (None, it.node)},
             )
             for it, gpus in zip(listed, passed, strict=True)
         ),
@@ -119,9 +124,7 @@ def add(file: Path, inventory: Inventory, found: Discovery, chosen: Mapping[int,
                 next="dflash-ops inventory discover",
             )
         if it.known_as:
-            raise UsageFault(
-                f"container {vmid} is in the inventory already", where=str(file), why=f"as {', '.join(it.known_as)}"
-            )
+            raise _there_already(file, it)
         name = wanted or free_name(it, [*inventory.tables.containers, *containers])
         host = it.host or it.node
         if it.host is None and host not in hosts:
@@ -142,9 +145,25 @@ def add(file: Path, inventory: Inventory, found: Discovery, chosen: Mapping[int,
     return added
 
 
+def _there_already(file: Path, it: Discovered) -> UsageFault:
+    what, why = f"container {it.vmid} is in the inventory already", f"as {in_inventory(it)}"
+    if not it.stale:
+        return UsageFault(what, where=str(file), why=why)
+    tables = ", ".join(f"[containers.{name}]" for name in it.stale)
+    host = f"to {it.host}" if it.host is not None else f"to a host that is {it.node}; there is none yet in the file"
+    return UsageFault(what, where=str(file), why=why, next=f"change `host` in {tables} {host}")
+
+
+def in_inventory(it: Discovered) -> str:
+    """The inventory's names of a container; for one that was migrated, where the inventory has it, and where it is."""
+    return ", ".join(
+        f"{name} (says {it.stale[name]}; now on {it.node})" if name in it.stale else name for name in it.known_as
+    )
+
+
 def free_name(it: Discovered, taken: Sequence[str]) -> str:
     """What the inventory can call a container: its own name, with its id where that is taken or is no name."""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", it.name.partition(".")[0]).strip("-_")
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", it.name.partition(".")[0]).strip("-_")[:50]  # 64 with its id
     if not name or name == "all":
         return f"ct{it.vmid}"
     return name if name not in taken else f"{name}-{it.vmid}"
@@ -209,9 +228,26 @@ def _hosts_by_node(inventory: Inventory, asked: str, own: str | None) -> dict[st
     return {**found, own: asked} if own else found
 
 
-def _known_as(inventory: Inventory, host: str | None, vmid: int) -> tuple[str, ...]:
+def _of_the_cluster(
+    inventory: Inventory, hosts: Mapping[str, str], asked: str, own: str | None, nodes: Sequence[str]
+) -> dict[str, str | None]:
+    """The inventory's hosts that are of the cluster of the one that was asked, each with its node. A number is one
+    container's in a whole cluster, wherever it was migrated to, and another's in the next cluster."""
+    node_of: dict[str, str | None] = {host: node for node, host in hosts.items() if node in nodes}
+    node_of[asked] = own if own is not None else node_of.get(asked)
+    tables = inventory.tables.hosts
+
+    def place(name: str) -> tuple[object, ...]:
+        return (tables[name].address, tables[name].port, tables[name].sandbox)
+
+    places = {place(name): node for name, node in node_of.items() if name in tables}
+    return {**{name: places[place(name)] for name in tables if place(name) in places}, **node_of}
+
+
+def _known_as(inventory: Inventory, cluster: Mapping[str, object], vmid: int) -> dict[str, str]:
+    """The inventory's names of a container, each with the host that it is on by the inventory."""
     tables = inventory.tables.containers
-    return tuple(name for name, table in tables.items() if table.host == host and table.vmid == vmid)
+    return {name: table.host for name, table in tables.items() if table.host in cluster and table.vmid == vmid}
 
 
 def shown(found: Discovery) -> list[Discovered]:

@@ -102,10 +102,11 @@ def elsewhere(sandbox: SandboxState, shell: Shell) -> Iterator[None]:
 def test_a_container_of_another_node_brings_its_host(
     elsewhere: None, inventory: Path, sandbox: SandboxState, shell: Shell
 ) -> None:
+    inventory.write_text(inventory.read_text().replace("vmid = 202", "vmid = 200"))
     book = load(inventory)
     found = discover.discover(shell, book, book.host("box"))
     (it,) = [it for it in found.containers if it.vmid == 202]
-    assert (it.node, it.host, it.known_as) == ("pve2", None, ())
+    assert (it.node, it.host, it.known_as, it.stale) == ("pve2", None, (), {})
     with wrong(sandbox, down=["pve2"]):
         (silent,) = [it for it in discover.discover(shell, book, book.host("box")).containers if it.vmid == 202]
     assert silent.status == "unknown" and "node pve2 does not answer" in silent.problems[0]
@@ -114,6 +115,35 @@ def test_a_container_of_another_node_brings_its_host(
     assert load(inventory).container("moved").host.address == "pve2"
     with pytest.raises(UsageFault, match="container 202 is in the inventory already"):
         run(inventory, "--add", "202=again")
+
+
+def test_a_container_that_was_migrated_is_known_and_not_written_twice(elsewhere: None, inventory: Path) -> None:
+    before = inventory.read_text()
+    (it,) = [it for it in json.loads(run(inventory, "--json").stdout)["containers"] if it["vmid"] == 202]
+    assert (it["node"], it["known_as"], it["stale"]) == ("pve2", ["trainer"], {"trainer": "box"})
+    assert "trainer (says box; now on pve2)" in run(inventory).stdout
+    with pytest.raises(UsageFault, match=r"change `host` in \[containers\.trainer\] to a host that is pve2"):
+        run(inventory, "--add", "202")
+    assert inventory.read_text() == before
+    inventory.write_text(before + '[hosts.second]\naddress = "pve2"\n')
+    with pytest.raises(UsageFault, match=r"change `host` in \[containers\.trainer\] to second"):
+        run(inventory, "--add", "202")
+    inventory.write_text(before.replace('host = "box"', 'host = "second"') + '[hosts.second]\naddress = "pve2"\n')
+    (it,) = [it for it in json.loads(run(inventory, "box", "--json").stdout)["containers"] if it["vmid"] == 202]
+    assert (it["known_as"], it["stale"]) == (["trainer"], {})
+
+
+def test_a_number_in_another_cluster_is_another_container() -> None:
+    text = (
+        '[hosts.lab]\naddress = "lab"\n[hosts.again]\naddress = "lab"\n[hosts.far]\naddress = "far"\n'
+        '[hosts.two]\naddress = "pve2"\n'
+    )
+    text += "".join(f'[containers.{on}1]\nhost = "{on}"\nvmid = 200\n' for on in ("lab", "again", "far", "two"))
+    book = parse(text, Path("i.toml"))
+    hosts = discover._hosts_by_node(book, "lab", "pve")
+    cluster = discover._of_the_cluster(book, hosts, "lab", "pve", ["pve", "pve2"])
+    assert cluster == {"lab": "pve", "again": "pve", "two": "pve2"}
+    assert discover._known_as(book, cluster, 200) == {"lab1": "lab", "again1": "again", "two1": "two"}
 
 
 def made(**keys: Any) -> discover.Discovered:
@@ -126,6 +156,7 @@ def made(**keys: Any) -> discover.Discovered:
     [
         ("train", [], "train"), ("train", ["train"], "train-200"), ("gpu.lan.example", [], "gpu"),
         ("all", [], "ct200"), ("ü!", [], "ct200"), ("a b", [], "a-b"), ("", [], "ct200"),
+        ("x" * 80, ["x" * 50], f"{'x' * 50}-200"),
     ],
 )  # fmt: skip
 def test_what_a_container_is_called(name: str, taken: list[str], chosen: str) -> None:
