@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 # What `build` knows, with the owner of each process that it makes.
@@ -176,8 +177,10 @@ class Scene:
 
     def add(self, pid: int, owner: str, *, dead: bool = False, holds: bool = True) -> None:
         # Until it has become a sleep its environment is ours, and it may not have opened the device.
+        deadline = time.monotonic() + 60
         while Path(f"/proc/{pid}/comm").read_text().strip() != "sleep":
-            pass
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         it = {"pid": pid, "start": start_of(pid), "owner": owner, "kind": self.kind, "holds": holds}
         self.found.append({**it, "gpu": self.gpu, "dead_parent": dead, "run_id": self.folder.name})
 
