@@ -234,8 +234,8 @@ def init(
     """Write an inventory: asks what the options don't say, and tries each answer on the machine.
 
     A file that is there gets a host and a container more, and none of its lines is changed. Where one container was
-    meant without a name, it gets a `default` too, so that this stays so. A host key that ssh does not know is shown
-    with the command that adds it, and never added."""
+    meant without a name, it gets a `default` too, so that this stays so. --host of one that is there with --api alone
+    adds that. A host key that ssh does not know is shown with the command that adds it, and never added."""
     from dflash_ops import init as verbs
     from dflash_ops.shell import Shell
 
@@ -309,16 +309,19 @@ def _written(plan: "verbs.Plan", also: list[Path], before: Path | None) -> None:
         render.say(f"not tried: {line}")
     for path in also:
         render.say(f"wrote {path}")
-    render.say(f"wrote {plan.file}: container {plan.container} on host {plan.host}")
+    what = "its [api]" if plan.container is None else f"container {plan.container}"
+    render.say(f"wrote {plan.file}: {what} on host {plan.host}")
     for name in plan.default.values():
         render.say(f"{name} is its `default` now: the container that is meant where none is named")
     now = _in_use()
     options = "" if now == plan.file else f" --inventory {shlex.quote(str(plan.file))}"
     if before is not None and now == plan.file:
         render.say(f"from here, commands used {before} until now")
-    render.say(
-        f"next: dflash-ops doctor -t {plan.container}{options}, then: dflash-ops deploy -t {plan.container}{options}"
-    )
+    if plan.container is None:
+        render.say(f"next: dflash-ops inventory check --connect {plan.host}{options}")
+    else:
+        there = f"-t {plan.container}{options}"
+        render.say(f"next: dflash-ops doctor {there}, then: dflash-ops deploy {there}")
 
 
 class _Asker:

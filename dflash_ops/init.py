@@ -42,12 +42,12 @@ _PATH, _PYTHON = ContainerTable.path, ContainerTable.python
 @dataclass(frozen=True)
 class Plan:
     """What is to be written. hosts, containers: tables by name, as inventory_write takes them; default: the `default`
-    that comes with them; files: what goes beside the inventory; tried: what the machines said; untried: what could not
-    be tried, and how to."""
+    that comes with them; container: None where a host alone gets its [api]; files: what goes beside the inventory;
+    tried: what the machines said; untried: what could not be tried, and how to."""
 
     file: Path
     host: str
-    container: str
+    container: str | None
     hosts: dict[str, dict[str, Any]]
     containers: dict[str, dict[str, Any]]
     default: dict[str, str]
@@ -96,6 +96,17 @@ class _Init:
         self._seen: dict[Container, Inside] = {}
 
     def plan(self) -> Plan:
+        if (name := self._api_alone()) is not None:
+            host = self._book.host(name)
+            if host.api is not None:
+                raise UsageFault(
+                    f"host {name!r} has an [api] in the file already",
+                    where=str(self._book.file),
+                    next=f"change [hosts.{name}.api] by hand; dflash-ops inventory check --connect {name} tries it",
+                )
+            host, _, _ = self._use(name)
+            api, files = self._api(host, name)
+            return self._planned(name, None, {name: {"api": api}}, {}, files)
         self._sayable(user=self._said.container_user)
         host, new, listed = self._host()
         name = host.name
@@ -113,10 +124,30 @@ class _Init:
         if api:
             hosts[name] = {**hosts.get(name, {}), "api": api}
         tables = {container.name: self._keys(container, name)}
-        default = inventory_write.new_default(self._book.tables, tables)
+        return self._planned(name, container.name, hosts, tables, files)
+
+    def _planned(
+        self,
+        host: str,
+        container: str | None,
+        hosts: dict[str, dict[str, Any]],
+        containers: dict[str, dict[str, Any]],
+        files: dict[Path, bytes],
+    ) -> Plan:
         file = self._book.file
+        default = inventory_write.new_default(self._book.tables, containers)
         files = {**files, **init_schema.files(file)}
-        return Plan(file, name, container.name, hosts, tables, default, files, tuple(self._tried), tuple(self._untried))
+        tried, untried = tuple(self._tried), tuple(self._untried)
+        return Plan(file, host, container, hosts, containers, default, files, tried, untried)
+
+    def _api_alone(self) -> str | None:
+        """The host of the file that is to get its [api], and no container: no word is said of one."""
+        said, hosts = self._said, self._book.tables.hosts
+        of_a_container = (said.vmid, said.name, said.path, said.python, said.gpus, said.container_user)
+        if said.api is None or said.api.strip().lower() == answers.NONE or said.address is not None:
+            return None
+        name = said.host or (next(iter(hosts)) if len(hosts) == 1 else None)
+        return name if name in hosts and not any(word is not None for word in of_a_container) else None
 
     # -- the host. Its name is asked once it has answered; the connection goes on under the one that it began with.
 

@@ -1,21 +1,17 @@
 """init: no option is dropped, no secret shown, no answer asked for in vain; the token is tried."""
 
 import json
-import os
-import pty
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from conftest import Cli
 
-from dflash_ops import init
+from dflash_ops import cli_inventory, init
 from dflash_ops.cli_inventory import _place
-from dflash_ops.errors import ConfigError, OpsError, PreflightError, TimedOutError, UsageFault
+from dflash_ops.errors import CancelledError, ConfigError, OpsError, PreflightError, TimedOutError, UsageFault
 from dflash_ops.init import Said
 from dflash_ops.init_answers import token, user_and_address
 from dflash_ops.inventory import load
@@ -287,32 +283,38 @@ def test_a_wrong_user_in_the_container_is_told_by_its_flag(sandbox: SandboxState
         init.plan(shell, tmp_path / "x.toml", reaching(sandbox, container_user="nobody-there"), Nobody())
 
 
-def test_ctrl_c_at_the_last_question_writes_nothing_and_says_so(cli: Cli, tmp_path: Path) -> None:
-    main, side = pty.openpty()
-    words = ["init", "--out", str(tmp_path / "x.toml"), "--untested", "--address", "far", "--host", "far"]
-    words += ["--vmid", "300", "--python", "python3", "--path", "/opt/x", "--gpus", "none", "--name", "t"]
-    environment = {**cli.environment(), "TERM": "dumb"}
-    process = subprocess.Popen(
-        cli.words(*words, "--api", "none"),
-        stdin=side,
-        stdout=side,
-        stderr=side,
-        env=environment,
-        start_new_session=True,
-    )
-    os.close(side)
-    shown, end = b"", time.monotonic() + 60
-    while b"Write this as" not in shown and time.monotonic() < end:
-        shown += os.read(main, 4096)
-    process.send_signal(signal.SIGINT)
-    try:
-        while time.monotonic() < end:
-            shown += os.read(main, 4096)
-    except OSError:
-        pass  # it has ended
-    assert process.wait(60) == 103 and b"nothing was written" in shown
-    os.close(main)
-    assert not (tmp_path / "x.toml").exists()
+def test_ctrl_c_at_the_last_question_writes_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Person(Nobody):
+        can_ask = True
+
+    def aborted(*_: object, **__: object) -> bool:
+        raise typer.Abort
+
+    monkeypatch.setattr(cli_inventory, "_Asker", lambda yes: Person())
+    monkeypatch.setattr(typer, "confirm", aborted)
+    with pytest.raises(CancelledError, match="nothing was written"):
+        cli_inventory.init(tmp_path / "x.toml", "far", vmid="300", gpus="none", untested=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_api_alone_is_added_to_a_host_that_is_there(
+    sandbox: SandboxState, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DFLASH_OPS_PVE_TOKEN", raising=False)
+    file = tmp_path / "x.toml"
+    init.write(init.plan(None, file, reaching(sandbox), Nobody()))
+    before = file.read_text()
+    for said in (Said(host="lab", api="bot@pve!dflash"), Said(api="bot@pve!dflash")):
+        plan = init.plan(shell, file, said, Nobody())
+        assert (plan.host, plan.container, plan.containers) == ("lab", None, {})
+    assert init.write(plan) == [tmp_path / "lab-ca.pem"]
+    assert file.read_text().startswith(before)
+    api = load(file).host("lab").api
+    assert api is not None and (api.user, api.token_name, api.ca) == ("bot@pve", "dflash", tmp_path / "lab-ca.pem")
+    with pytest.raises(UsageFault, match=r"'lab' has an \[api\] in the file already"):
+        init.plan(shell, file, Said(host="lab", api="bot@pve!dflash"), Nobody())
 
 
 def test_the_document_says_what_was_not_tried(cli: Cli, tmp_path: Path) -> None:
