@@ -168,10 +168,7 @@ def _beside_the_others(text: str, new: Mapping[str, Mapping[str, Entry]]) -> str
                 there[name].update(keys)
             else:
                 there[name] = dict(keys)
-    result = tomlkit.dumps(document)
-    if "\r\n" in text and "\n" not in text.replace("\r\n", ""):
-        result = result.replace("\r\n", "\n").replace("\n", "\r\n")
-    return result
+    return tomlkit.dumps(document)
 
 
 def _line_ending(text: str) -> str:

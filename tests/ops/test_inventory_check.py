@@ -222,7 +222,8 @@ ca = "no.pem"
     }
     cli_inventory.check(inventory=file)
     assert "warning: file (hosts.lab.key)" in capsys.readouterr().out
-    file.write_text(file.read_text().replace('"nokey"', '"~no-such-user/k"'))
+    file.write_text(file.read_text().replace('"gone"', '"here"').replace('"nokey"', '"~no-such-user/k"'))
+    assert any(check.evidence.endswith("here is no folder") for check in inventory_check.files(load(file))[1])
     with pytest.raises(ConfigError, match="one thing is wrong"):
         cli_inventory.check(inventory=file)
     assert "i.toml:4: hosts.lab.key: '~no-such-user/k' has no home folder" in capsys.readouterr().out
