@@ -128,7 +128,7 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (put("host/config", BY_HAND.format(511).replace("cgroup2", "cgroup")), "container config", "warning", "cgroup2"),
     (drop("inside/devices/nvidia0"), "GPU count", "failure", "`gpus` in the inventory"),
     (put("order", ""), "GPU order", "failure", "nvidia-smi -L"),
-    (put("smi", {"index": "1"}), "GPU order", "failure", "gpus = [1]"),
+    (put("smi", {"index": "1"}), "GPU order", "warning", "gpus = [1]"),
     (put("inside/shm/free", 1 << 20), "/dev/shm", "failure", "remount"),
     (put("inside/shm/free", 512 << 20), "/dev/shm", "warning", "remount"),
     (put("inside/memory", 1 << 30), "memory limit", "failure", "pct set 200 --memory"),

@@ -153,7 +153,7 @@ def test_traps_for_real(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> 
 
     try:
         seen = wrong(own)
-        assert seen["GPU order"][0] == "failure" and seen["GPU order"][2] == "in the inventory: gpus = [0, 1]"
+        assert seen["GPU order"][0] == "warning" and seen["GPU order"][2] == "in the inventory: gpus = [0, 1]"
         level, evidence, fix = seen["orphaned run"]
         assert level == "warning" and evidence.endswith(f"its processes live: {pid}")
         assert fix == f"dflash-ops train stop {run}"
