@@ -132,7 +132,9 @@ def _deploy(
                     sent += told.get("size", 0)
                     way.step(f"unpacking and checking {release.id}")
                     other.say({**request, "by": None, **told})
-                remembered.remember(container, source.root, manifest.files)  # now there is time; it is but a guess
+                # Now there is time. What is remembered is but a guess.
+                ahead.clear()
+                remembered.remember(container, source.root, manifest.files)
                 done = other.answer(timeout=_patience(manifest.size))
                 if done["event"] == "left":
                     raise OpsError("the container gave up waiting for us", where=str(container), next="deploy again")

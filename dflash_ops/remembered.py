@@ -47,14 +47,18 @@ NOTHING = Memory(frozenset(), "", ())
 
 
 def recall(container: Container) -> Memory | None:
-    """What is remembered of a container; None when that is nothing."""
-    try:
+    """What is remembered of a container; None when that is nothing, or can't be read."""
+    # RuntimeError: there is no home folder; RecursionError is one too.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
         found = json.loads(_file(container).read_bytes())
-        if found["schema_version"] == _SCHEMA_VERSION:
-            states = tuple((str(name), int(size), int(time)) for name, size, time in found["states"])
-            return Memory(frozenset(found["contents"]), str(found["root"]), states)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+        contents, root, states = found["contents"], found["root"], found["states"]
+        if (
+            found["schema_version"] == _SCHEMA_VERSION
+            and [type(part) for part in (contents, root, states)] == [list, str, list]
+            and all(type(digits) is str for digits in contents)
+            and all([type(part) for part in state] == [str, int, int] for state in states)
+        ):
+            return Memory(frozenset(contents), root, tuple((name, size, time) for name, size, time in states))
     return None
 
 
@@ -66,21 +70,24 @@ def remember(container: Container, root: Path, files: Sequence[FileEntry]) -> No
     quick = len(regular) <= _MOST_STATES and sum(file.size for file in regular) <= _MOST_BYTES
     states = [(file.path, *_state(root, file.path)) for file in regular] if quick else []
     memory: dict[str, Any] = {"contents": contents, "root": str(root), "states": states}
-    file = _file(container)
-    new = file.with_name(f".{file.name}-{os.getpid()}")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        file = _file(container)
+        new = file.with_name(f".{file.name}-{os.getpid()}")
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             _forget_old(file.parent)
-        new.write_text(json.dumps({"schema_version": _SCHEMA_VERSION, **memory}), encoding="ascii")
-        new.replace(file)
+        try:
+            new.write_text(json.dumps({"schema_version": _SCHEMA_VERSION, **memory}), encoding="ascii")
+            new.replace(file)
+        except OSError:
+            new.unlink(missing_ok=True)
 
 
 def _state(root: Path, name: str) -> tuple[int, int]:
-    """Size and mtime; of what is not there, no file's."""
+    """Size and mtime; of what is not there, or can't be a file's name, no file's."""
     try:
         state = os.lstat(root / name)
-    except OSError:
+    except (OSError, ValueError):
         return -1, 0
     return state.st_size, state.st_mtime_ns
 

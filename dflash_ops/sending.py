@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from dflash_ops.command import Command, Container, Result, pct
 from dflash_ops.conversation import Conversation
-from dflash_ops.errors import BusyError, OpsError
+from dflash_ops.errors import BusyError, LinkLostError, OpsError, PreflightError
 from dflash_ops.progress import Advance, Progress
 from dflash_ops.release import FileEntry
 from dflash_ops.shell import Shell
@@ -31,9 +31,11 @@ _WAITING, _GOT_IT = "trying to acquire lock...", "OK"
 _SUDO_ASIDE = "sudo: unable to resolve host"
 _LOCK_TIMEOUT_CODE = 4
 ANSWER_SECONDS = 60.0
+_ASIDE_SECONDS = 10.0
 SLOWEST_BYTES_PER_SECOND = 1_000_000
-# A push that waits for its file holds pct's lock on the container, for which others wait 10 s: so it must be here soon.
-_SMALL_BYTES = 2 << 20
+# A push that waits for its file holds pct's lock on the container, for which others wait 10 s: so the file must be here
+# soon, also over a slow line.
+_SMALL_BYTES = 256 << 10
 
 
 def by_push(
@@ -66,7 +68,7 @@ class Ahead:
 
     def carry(self, files: Sequence[FileEntry], root: Path) -> dict[str, Any] | None:
         """Sends the contents of these files through it, and gives what `by_push` does; None when they must go another
-        way: it was not begun, they are too many bytes, or pct complained."""
+        way: it was not begun, they are too many bytes, or its folder is gone."""
         push, host = self._begun(), self._container.host
         if push is None or push.ended or archive_size(files) > _SMALL_BYTES:
             self.withdraw()
@@ -75,17 +77,41 @@ class Ahead:
         write_archive(files, root, archive)
         size, sha256 = sha256_of(archive)
         self._way.step(f"sending {size} bytes to {host}:{push.archive}")
-        self._shell.send(host, archive, push.archive)
+        try:
+            with self._way.bytes(f"sending to {host}", total=size) as advance:
+                self._shell.send(host, archive, push.archive, on_sent=advance)
+        except (LinkLostError, PreflightError):  # neither goes better another way
+            raise
+        except OpsError:
+            self.withdraw()
+            return None
+        told = {"by": "push", "size": size, "sha256": sha256}
         self._way.step(f"pct push {self._container.vmid} {push.archive} {self._part}")
         ended = push.go(timeout=ANSWER_SECONDS)
-        if ended is None or ended.code != 0 or push_complaint(ended):
-            return None
-        return {"by": "push", "size": size, "sha256": sha256, "ahead": True}
+        if ended is not None and ended.code == 0 and not push_complaint(ended):
+            return {**told, "ahead": True}
+        # It has pushed nothing: the upload took longer than it waits, or there was no folder yet. The file is there.
+        self._way.step(f"pct push {self._container.vmid} {push.archive} {self._part}, once more")
+        _push(self._shell, self._container, push.archive, self._part, size)
+        return told
 
     def withdraw(self) -> None:
         """Ends it, when it is not needed: afterwards nothing of it is under way."""
         if (push := self._begun()) is not None and not push.ended:
             push.withdraw(timeout=ANSWER_SECONDS)
+
+    def clear(self) -> None:
+        """Removes what it has on the host, now that the container has its file."""
+        with contextlib.suppress(OpsError):  # the next one removes it; a broken link others meet, too
+            if (push := self._begun()) is not None:
+                push.clear(timeout=_ASIDE_SECONDS)
+
+    def revoke(self) -> None:
+        """Ends it after a failure, and removes the empty file that it pushed: nobody may be there who would."""
+        with contextlib.suppress(OpsError):
+            if (push := self._begun()) is not None and not push.ended:
+                push.withdraw(timeout=_ASIDE_SECONDS)
+                self._shell.run(self._container, Command(("rm", "-f", "--", self._part)), timeout=_ASIDE_SECONDS)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -103,6 +129,11 @@ def ahead(shell: Shell, container: Container, part: str, way: Progress) -> Gener
     push = Ahead(shell, container, part, way)
     try:
         yield push
+    except LinkLostError:
+        raise
+    except OpsError:
+        push.revoke()
+        raise
     finally:
         push.close()
 
