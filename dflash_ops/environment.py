@@ -45,7 +45,8 @@ class Checked:
 
 @dataclass(frozen=True)
 class Environment:
-    """One environment. whole: its build was finished; used_by: living runs; size: bytes."""
+    """One environment. whole: its build was finished; used_by: living runs, and "env warm"; size:
+    bytes."""
 
     id: str
     current: bool
@@ -113,8 +114,8 @@ def list_all(shell: Shell, container: Container) -> list[Environment]:
 
 
 def prune(shell: Shell, container: Container, keep: int, *, dry_run: bool = False) -> Pruned:
-    """Removes all but the newest `keep` environments; never the current one, or one that a run uses. BusyError while a
-    sync goes on."""
+    """Removes all but the newest `keep` environments; never the current one, or one that a run or a warm-up uses.
+    BusyError while a sync goes on."""
     common = {"path": container.path, "client": client(), "patience": _PATIENCE_SECONDS}
     parameters = {**common, "do": "prune", "keep": keep, "dry_run": dry_run}
     command = bundle.command(container.python, "venv", parameters)
@@ -200,7 +201,7 @@ def _check_room(container: Container, plan: Mapping[str, Any], need: int, progre
             "no space for the environment",
             where=f"{container}: {path}",
             why=f"about {need} bytes are needed, {free} are free" + (f"; not in use: {unused}" if unused else ""),
-            next=f"dflash-ops exec -- rm -r {path}/{plan['unused'][0]['id']}" if unused else "make room there",
+            next="dflash-ops env prune --keep 1" if unused else "make room there",
         )
 
 

@@ -7,11 +7,14 @@ of the inventory. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import subprocess
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from dflash_ops.remote.requirements import Lock, Pins
 RECORD = "env.json"
 # Before the name of one that is being removed.
 DOOMED = ".gone-"
+# Who uses an environment, where it is no run.
+WARMING = "env warm"
 
 _LOOK_SECONDS = 60.0
 _SMI_SECONDS = 10.0
@@ -91,6 +96,20 @@ def python_of(path: Path, python: str) -> str:
     if rundir.read_json(folder / RECORD) is None or not os.access(folder / "bin" / "python", os.X_OK):
         raise Fault("preflight", "the environment is not whole", f"{link} leads to {folder}", _SYNC, str(path / "env"))
     return str(folder / "bin" / "python")
+
+
+@contextlib.contextmanager
+def python_kept(path: Path, python: str) -> Generator[str, None, None]:
+    """What `python_of` gives; its environment counts as used until the block ends, though no run shows that."""
+    with contextlib.ExitStack() as held:
+        with rundir.start_lock(path):  # a prune that goes on has chosen what goes
+            chosen = python_of(path, python)
+            folder = os.path.dirname(os.path.dirname(chosen))
+            if os.path.exists(os.path.join(folder, RECORD)):
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                held.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield chosen
 
 
 def refuse_mismatch(path: Path, release: Path, python: str, wanted: dict[str, Any]) -> None:
@@ -165,14 +184,32 @@ def describe(path: Path, name: str) -> dict[str, Any]:
 
 
 def users(path: Path, name: str) -> list[str]:
-    """The living runs of an environment."""
-    inside = f"{path / 'env' / name}/"
+    """The living runs of an environment, and WARMING. Both sides by their real paths: a run knows its Python by that,
+    and links may lead here."""
+    folder = os.path.realpath(path / "env" / name)
     found: list[str] = []
     for run in rundir.live_runs(path):
         command = run["run"].get("command")
-        if isinstance(command, list) and command and str(command[0]).startswith(inside):  # pyright: ignore
-            found.append(run["run_id"])
-    return found
+        if isinstance(command, list) and command:
+            bin_folder = os.path.dirname(str(command[0]))  # pyright: ignore[reportUnknownArgumentType]
+            if os.path.dirname(os.path.realpath(bin_folder)) == folder:
+                found.append(run["run_id"])
+    return [*found, WARMING] if _is_kept(folder) else found
+
+
+def _is_kept(folder: str) -> bool:
+    """Whether somebody is in `python_kept` with it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def release_folder(path: Path, wanted: str | None) -> Path:

@@ -51,7 +51,7 @@ def sync(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         interpreter = os.path.realpath(sys.executable)
         name = environment.environment_id(text, parameters["pins"], has["facts"], interpreter)
         folder = path / "env" / name
-        _clear_wheels(path, name)
+        _clear(path, but=f".wheels-{name}")  # our own wheels are gone on with
         before = environment.current(path)
         made = rundir.read_json(folder / environment.RECORD) is None or not _fits(lock, pins, folder)
         if made:
@@ -112,12 +112,15 @@ def _only_one(path: Path, parameters: dict[str, Any]) -> Generator[None, None, N
         yield
 
 
-def _clear_wheels(path: Path, name: str) -> None:
-    """Removes what failed builds of other environments have left; our own are gone on with."""
+def _clear(path: Path, but: str | None = None) -> int:
+    """Removes what killed builds and prunes have left; gives the bytes that this freed."""
     with os.scandir(path / "env") as entries:
-        left = [entry.path for entry in entries if _WHEELS.fullmatch(entry.name) and entry.name != f".wheels-{name}"]
-    for folder in left:
-        releases.remove(Path(folder))
+        left = [
+            Path(entry.path)
+            for entry in entries
+            if entry.name.startswith(environment.DOOMED) or (_WHEELS.fullmatch(entry.name) and entry.name != but)
+        ]
+    return sum(releases.remove(place) for place in left)
 
 
 def _fits(lock: Lock, pins: Pins, folder: Path) -> bool:
@@ -156,25 +159,26 @@ def _need(path: Path, lock: Lock, pins: Pins) -> int:
 
 
 def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Removes all environments but the newest `keep`, the current one, and those that runs use. Unfinished ones are no
-    newest ones. dry_run: only says which."""
+    """Removes all environments but the newest `keep`, the current one, and those that runs or warm-ups use. Unfinished
+    ones are no newest ones. dry_run: only says which."""
     if not (path / "env").is_dir():
         return {"removed": [], "kept": [], "freed_bytes": 0}
     # A start that is going on has chosen its Python already, and shows it to nobody yet.
     with _only_one(path, parameters), rundir.start_lock(path, parameters["patience"]):
         every = [environment.describe(path, name) for name in environment.names(path)]
         whole = [each["id"] for each in every if each["whole"]]
-        reasons = {each["id"]: f"run {each['used_by'][0]} uses it" for each in every if each["used_by"]}
+        users = {each["id"]: each["used_by"][0] for each in every if each["used_by"]}
+        reasons = {name: f"{'' if it == environment.WARMING else 'run '}{it} uses it" for name, it in users.items()}
         reasons.update({each["id"]: "current" for each in every if each["current"]})
         for name in whole[max(0, len(whole) - parameters["keep"]) :]:
             reasons.setdefault(name, "among the newest")
         doomed, freed = [each["id"] for each in every if each["id"] not in reasons], 0
         if not parameters["dry_run"]:
+            freed = _clear(path)  # first: a sync may have made again what a killed prune has left half
             for name in doomed:
                 # By rename first: half an environment has no environment's name.
                 os.rename(path / "env" / name, path / "env" / f"{environment.DOOMED}{name}")
-            for left in (path / "env").glob(f"{environment.DOOMED}*"):
-                freed += releases.remove(left)
+            freed += _clear(path)
             releases.sync(path / "env")
     kept = [{"id": each["id"], "why": reasons[each["id"]]} for each in every if each["id"] in reasons]
     return {"removed": doomed, "kept": kept, "freed_bytes": freed}

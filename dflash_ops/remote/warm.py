@@ -27,7 +27,11 @@ def warm(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     """Says {"event": "line"} for each line of the trainer; answers with its documents: `first`, and `again`, which is
     null when the first compiled nothing."""
     release = environment.release_folder(path, parameters["release"])
-    python = environment.python_of(path, parameters["python"])
+    with environment.python_kept(path, parameters["python"]) as python:
+        return _warm(path, release, python, parameters)
+
+
+def _warm(path: Path, release: Path, python: str, parameters: dict[str, Any]) -> dict[str, Any]:
     environment.refuse_mismatch(path, release, python, parameters)
     shared = path / "shared"
     shared.mkdir(parents=True, exist_ok=True)

@@ -82,6 +82,54 @@ def test_none_is_left_half(shell: Shell, path: Path, tmp_path: Path) -> None:
         assert sorted(entry.name for entry in (path / "env").iterdir()) == [NAMES[0], NAMES[1], NAMES[4], "current"]
 
 
+@pytest.mark.parametrize("link", ["the folder", "env in it"])
+def test_a_run_is_seen_through_links(shell: Shell, path: Path, tmp_path: Path, link: str) -> None:
+    """A run knows its Python by the real path; the inventory may name the folder by a link."""
+    (path / "env" / "current").unlink()
+    (path / "env" / "current").symlink_to(NAMES[0])
+    real = tmp_path / "disk"
+    if link == "the folder":
+        path.rename(real)
+        path.symlink_to(real)
+    else:
+        (path / "env").rename(real)
+        (path / "env").symlink_to(real)
+    run = path / "runs" / "run-20261130-000000-aaaa" / "run.json"
+    command = [environment.python_of(path, "python3"), "-m", "trainer"]
+    assert command[0].startswith(str(real))
+    run.write_text(json.dumps({"schema_version": 1, "release": "r", "command": command}))
+    (path / "env" / "current").unlink()
+    (path / "env" / "current").symlink_to(NAMES[1])
+    for seen_from in {path, path.resolve()}:
+        kept = prune(shell, seen_from, dry_run=True)[1]["kept"]
+        assert kept[0] == {"id": NAMES[0], "why": "run run-20261130-000000-aaaa uses it"}
+
+
+def test_what_a_warm_up_uses_stays(shell: Shell, path: Path) -> None:
+    (path / "env" / "current").unlink()
+    (path / "env" / "current").symlink_to(NAMES[3])
+    with environment.python_kept(path, "python3") as python:
+        assert python == str(path / "env" / NAMES[3] / "bin" / "python")
+        (path / "env" / "current").unlink()
+        (path / "env" / "current").symlink_to(NAMES[1])
+        done = prune(shell, path)[1]
+        assert done["removed"] == [NAMES[2]] and {"id": NAMES[3], "why": "env warm uses it"} in done["kept"]
+    assert prune(shell, path)[1]["removed"] == [NAMES[3]]
+    with environment.python_kept(path / "nothing", "python3") as python:
+        assert python == "python3"
+
+
+def test_an_environment_that_was_made_again_after_a_killed_prune(shell: Shell, path: Path) -> None:
+    """Its name is the same: what it is made from gives it."""
+    shutil.copytree(path / "env" / NAMES[3], path / "env" / f"{environment.DOOMED}{NAMES[3]}", symlinks=True)
+    wheels = path / "env" / f".wheels-{NAMES[4]}"
+    wheels.mkdir()
+    (wheels / "one.whl").write_bytes(bytes(5_000))
+    code, done, _ = prune(shell, path)
+    assert (code, done["removed"]) == (0, [NAMES[2], NAMES[3]]) and 35_000 <= done["freed_bytes"] < 36_000
+    assert sorted(entry.name for entry in (path / "env").iterdir()) == [NAMES[0], NAMES[1], NAMES[4], "current"]
+
+
 def test_not_beside_a_sync(shell: Shell, path: Path) -> None:
     (path / "locks").mkdir()
     lock = path / "locks" / "env.lock"

@@ -280,6 +280,7 @@ def test_no_room_is_said_before_anything_is_built(
     monkeypatch.setattr(wheels.Wheel, "unpacked_bytes", 1 << 60)
     says = (
         r"no space for the environment .*about 115292\d+ bytes are needed, \d+ are free; not in use: old \(1\.0 GiB\)"
+        r"\. Next: dflash-ops env prune --keep 1$"
     )
     with pytest.raises(PreflightError, match=says):
         verbs.sync(shell, base, wheelhouse=house)
