@@ -55,7 +55,8 @@ class Link:
         self._further: Link | None = None
         self._mutex = threading.Lock()  # of _further
         self._starting: dict[Any, float] = {}  # channels whose command is being started, and until when they may
-        self._sessions = 0  # that were opened so far
+        self._sessions = 0  # that were opened so far, or are being opened
+        self._counting = threading.Lock()
         self._answered_at = time.monotonic()
         self._closed = threading.Event()
         self._why_closed = "the connection was closed"
@@ -113,9 +114,8 @@ class Link:
         """A new session's channel, and the link that it is on: this one, or a further one to the same host."""
         self.check()
         try:
-            channel = self._transport.open_session(timeout=self._dead_after_s)
-            self._sessions += 1
-            return self, channel
+            with self._counted():
+                return self, self._transport.open_session(timeout=self._dead_after_s)
         except paramiko.ChannelException as error:
             if self._sessions == 0 or self._further_left == 0:  # it refuses not one more, but any
                 raise OpsError("the host refused a session", where=str(self.host), why=error.text) from error
@@ -134,6 +134,18 @@ class Link:
                 )
             further = self._further
         return further._session()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Generator[None, None, None]:
+        """Counts a session from before it is asked for: another thread's may be refused for it at once."""
+        with self._counting:
+            self._sessions += 1
+        try:
+            yield
+        except BaseException:
+            with self._counting:
+                self._sessions -= 1
+            raise
 
     @contextlib.contextmanager
     def _bounded(self, channel: Any) -> Generator[None, None, None]:

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -336,6 +337,39 @@ def test_more_sessions_than_the_server_allows_on_a_connection(servers: World) ->
     assert servers.target.connections - before <= 4  # the server may still count the session of SFTP
     link.close()
     until(lambda: not link.is_open and all(not process._link.is_open for process in held))
+
+
+def test_sessions_that_are_opened_at_once_where_one_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused before the first is known to be there: another connection takes it."""
+    key = make_key(tmp_path / "id")
+    with Sshd(tmp_path / "sshd", config="MaxSessions 1").authorize(key) as server:
+        link = ssh.connect(server.host(key), timeout=10)
+        opened, refused = link._transport.open_session, threading.Event()
+
+        def first(**rest: object) -> object:
+            monkeypatch.setattr(link._transport, "open_session", second)
+            channel = opened(**rest)
+            asks.set()
+            assert refused.wait(20)
+            return channel
+
+        def second(**rest: object) -> object:
+            try:
+                return opened(**rest)
+            finally:
+                refused.set()
+
+        asks = threading.Event()
+        monkeypatch.setattr(link._transport, "open_session", first)
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(link.start, b"cat")
+            assert asks.wait(20)
+            other = link.start(b"exit 3")
+            one = coming.result()
+        assert other.code(20) == 3 and server.connections == 2
+        one.close_stdin()
+        assert one.code(20) == 0
+        link.close()
 
 
 def test_a_host_that_allows_no_session_at_all(tmp_path: Path) -> None:
