@@ -7,13 +7,14 @@ import contextlib
 import gc
 import getpass
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dflash_ops import render
+from dflash_ops import leaving, render
 from dflash_ops.errors import OpsError
 
 # Each first word of the command line, in --help's order, with its module and its function, or a group's app there.
@@ -85,6 +86,8 @@ def main() -> NoReturn:
     sys.setswitchinterval(0.0005)
     _open_closed_streams()
     _name_the_user()
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, leaving.by_signal)
     debug = "--debug" in sys.argv[1:2]
     first = sys.argv[1 + debug : 2 + debug]
     try:
@@ -92,6 +95,8 @@ def main() -> NoReturn:
         code = 0
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
+    except KeyboardInterrupt:  # while modules load
+        code = 128 + signal.SIGINT
     except OpsError as error:
         code = _told(error.line(), error.exit_code, debug)
     except Exception as error:
@@ -126,12 +131,14 @@ def _told(line: str, code: int, debug: bool) -> int:
         import traceback
 
         traceback.print_exc()
-    render.note(f"dflash-ops: {line}")
+    with contextlib.suppress(BrokenPipeError):  # nobody hears it
+        render.note(f"dflash-ops: {line}")
     return code
 
 
 def _leave(code: int) -> NoReturn:
     """Ends the process. A reader that has gone (`| head`) is no error, a full disk under `> file` is."""
+    leaving.now()
     try:
         with render.written():
             sys.stdout.flush()

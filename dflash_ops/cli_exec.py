@@ -1,6 +1,7 @@
 """exec and shell: a command, or a person, in the container, where the trainer runs."""
 
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -9,10 +10,11 @@ import typer
 
 from dflash_ops import render
 from dflash_ops.cli_words import InventoryFile, Target, find_container
-from dflash_ops.errors import UsageFault
+from dflash_ops.errors import TimedOutError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.command import Command, Container
+    from dflash_ops.shell import Shell
 
 User = Annotated[
     str | None,
@@ -43,8 +45,26 @@ def run(
         if _on_a_terminal():
             code = shell.interactive(container, command)
         else:
-            code = shell.stream(container, command, on_out=_writer(1), on_err=_writer(2), stdin=0, timeout=timeout)
+            code = _streamed(shell, container, command, words, timeout)
     raise typer.Exit(code)
+
+
+def _streamed(
+    shell: "Shell", container: "Container", command: "Command", words: list[str], timeout: float | None
+) -> int:
+    try:
+        return shell.stream(container, command, on_out=_writer(1), on_err=_writer(2), stdin=0, timeout=timeout)
+    except KeyboardInterrupt:  # as with ssh without a terminal, it hears nothing of that
+        render.note(f"dflash-ops: left {shlex.join(words)[:80]} ({container}): it may go on in there")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except TimedOutError as error:
+        from dflash_ops.conversation import brief
+
+        if error.why == brief(command):  # which begins with what we put before it
+            raise TimedOutError(
+                error.what, where=error.where, why=shlex.join(words[:3])[:80], next=error.next
+            ) from error
+        raise
 
 
 def shell(target: Target = None, inventory: InventoryFile = None, user: User = None) -> None:

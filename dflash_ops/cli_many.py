@@ -211,7 +211,7 @@ def in_containers(command: "Callable[Concatenate[There, Words], None]") -> Calla
         ours = {it.name: words[it.name] if it.name in names else words.pop(it.name) for it in shared}
         if ours["on"] is not None and ours["target"] not in (None, os.environ.get("DFLASH_OPS_TARGET")):
             raise UsageFault("-t and --on both say where", where=f"-t {ours['target']}", next="give one of them")
-        with Shell() as shell:
+        with Shell(on_break=render.note) as shell:
             there = There(shell, **ours, many=ours["on"] is not None, debug=bool(context.obj))
             cast(Callable[..., None], command)(there, **words)
 

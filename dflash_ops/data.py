@@ -44,6 +44,8 @@ _PATIENCE_SECONDS = 5.0
 _OWN_PATIENCE_SECONDS = 45.0
 # Seconds before each try that follows one that brought nothing; one that brought something starts them again.
 _WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
+# No try begins later than so after one that brought something: whoever waits should hear of a host that is gone.
+_TRYING_SECONDS = 16.0
 _TRIES_FOR_A_FILE = 2
 _COMPARED_SLOWLY_BYTES = 1 << 28
 
@@ -353,7 +355,7 @@ def get(
 
 def with_reconnects(shell: Shell, once: Callable[[float], None], tally: Tally, progress: Progress) -> None:
     """Calls `once` with the patience it shall have, again after each broken link, as long as that brings anything."""
-    patience, before, waits = _PATIENCE_SECONDS, -1, iter(_WAITS)
+    patience, before, waits, broke_at = _PATIENCE_SECONDS, -1, iter(_WAITS), 0.0
     while True:
         try:
             return once(patience)
@@ -361,15 +363,14 @@ def with_reconnects(shell: Shell, once: Callable[[float], None], tally: Tally, p
             if before < 0 and not isinstance(error, LinkLostError):
                 raise
             if tally.sent > before:
-                waits = iter(_WAITS)
+                waits, broke_at = iter(_WAITS), time.monotonic()
             before = tally.sent
             wait = next(waits, None)
-            if wait is None:
+            if wait is None or time.monotonic() + wait > broke_at + _TRYING_SECONDS:
                 next_ = "the same command goes on from there, once the host answers"
                 raise LinkLostError(
                     "the connection broke", where=error.where, why=f"{tally.sent} bytes went; {error.why}", next=next_
                 ) from error
-            progress.step(f"the connection broke; trying again in {wait:g} s")
-        shell.close()  # the next command connects anew
+            shell.again(error)
         time.sleep(wait)
         patience = _OWN_PATIENCE_SECONDS

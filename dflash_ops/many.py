@@ -183,8 +183,9 @@ class _Work(Generic[P, T]):
         if task.begun_at is not None or task.outcome is not None:
             return
         if isinstance(task.place, OpsError):
-            self._board.end(task.name, task.place, 0.0)
-            self._end(task, Outcome(task.name, None, None, task.place, 0.0))
+            error = task.place
+            gone = self._shown(lambda: self._board.end(task.name, error, 0.0))
+            self._end(task, Outcome(task.name, None, None, error, 0.0), gone)
         elif self._lasting or (self._working() < AT_ONCE and self._working(task.host) < AT_ONCE_OF_A_HOST):
             task.begun_at = time.monotonic()
             # Daemons: after a second Ctrl-C nobody waits for them.
@@ -192,23 +193,33 @@ class _Work(Generic[P, T]):
             threading.Thread(target=self._run, args=arguments, name=f"many {task.name}", daemon=True).start()
 
     def _run(self, task: "_Task[P, T]", place: P, begun_at: float) -> None:
-        self._board.begin(task.name)
         value, error = None, None
+        gone = self._shown(lambda: self._board.begin(task.name))
         try:
             value = self._verb(self._at(task, place))
         except OpsError as failure:
             error = failure
-        except BrokenPipeError as gone:  # nobody reads our output any more: that is the end of all
-            self._end(task, Outcome(task.name, place, None, None, 0.0), gone)
-            return
+        except BrokenPipeError as failure:
+            gone = failure
         except Exception as fault:
             error = OpsError(f"{type(fault).__name__}: {fault}", where=str(place), next="the same with --debug")
             error.__cause__ = fault
         outcome = Outcome(task.name, place, value, error, time.monotonic() - begun_at)
         if error is not None and self._interrupted.is_set():  # it was we who broke it off
             outcome = self._broken_off(task)
-        self._board.end(task.name, outcome.error, outcome.seconds)
-        self._end(task, outcome)
+        gone = gone or self._shown(lambda: self._board.end(task.name, outcome.error, outcome.seconds))
+        self._end(task, outcome, gone)
+
+    def _shown(self, tell: Callable[[], None]) -> BrokenPipeError | None:
+        """Tells the board. Gives its error where nobody reads our output any more: that is the end of all. Any other
+        must not hide what became of the work."""
+        try:
+            tell()
+        except BrokenPipeError as gone:
+            return gone
+        except Exception:
+            return None
+        return None
 
     def _end(self, task: "_Task[P, T]", outcome: Outcome[P, T], fatal: BaseException | None = None) -> None:
         with self._changed:
@@ -237,7 +248,7 @@ class _Work(Generic[P, T]):
         return At(
             task.name,
             place,
-            _Lent(self._shell, self._interrupted),
+            _Lent(self._shell, self._interrupted, note),
             _Row(step),
             lambda doing, left_s: step(f"{doing} ({left_s} s)"),
             note,
@@ -248,8 +259,8 @@ class _Lent(Shell):
     """The shell of all, for one of them. Verbs close it to connect anew after a break: that must not cut the others'
     commands, and a broken link is renewed by whoever needs it next. After Ctrl-C it begins nothing more."""
 
-    def __init__(self, shell: Shell, interrupted: threading.Event) -> None:
-        super().__init__()
+    def __init__(self, shell: Shell, interrupted: threading.Event, note: Callable[[str], None]) -> None:
+        super().__init__(on_break=note)
         self._shell, self._interrupted = shell, interrupted
 
     def close(self) -> None:

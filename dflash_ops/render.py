@@ -36,9 +36,15 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr: progress, hints, warnings."""
-    sys.stderr.write(clean(text) + "\n")  # in one piece: several threads may have something to say
-    sys.stderr.flush()
+    """A line on stderr: progress, hints, warnings. BrokenPipeError when its reader has gone; a full disk behind it is
+    no failure of what the line is about."""
+    try:
+        sys.stderr.write(clean(text) + "\n")  # in one piece: several threads may have something to say
+        sys.stderr.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        discard(2)  # what it still holds would fail again
 
 
 def table(

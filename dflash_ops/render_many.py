@@ -4,6 +4,7 @@ All of it goes to stderr: stdout is for the values.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dflash_ops import render, ssh_ask
+from dflash_ops import leaving, render, ssh_ask
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
 from dflash_ops.many import Board, Interrupted, Outcome
@@ -65,6 +66,7 @@ class Rows(Board):
         self._lock = threading.Lock()
         self._console = Console(stderr=True)
         self._live = self._drawing()
+        self._cursor = leaving.undone(_show_cursor)
 
     def _drawing(self) -> "Live":
         from rich.live import Live
@@ -79,6 +81,7 @@ class Rows(Board):
         )
 
     def __enter__(self) -> "Rows":
+        self._cursor.__enter__()  # Ctrl-C may come before all is begun, and before all is ended
         self._live.start()
         ssh_ask.around = self._paused
         return self
@@ -86,6 +89,7 @@ class Rows(Board):
     def __exit__(self, *_: object) -> None:
         ssh_ask.around = contextlib.nullcontext
         self._live.stop()
+        self._cursor.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def _paused(self) -> Generator[None, None, None]:
@@ -152,6 +156,10 @@ class Rows(Board):
 
         chosen = sorted(sorted(enumerate(self._rows.items()), key=rank)[:room])
         return [item for _, item in chosen]
+
+
+def _show_cursor() -> None:
+    os.write(2, b"\x1b[?25h")
 
 
 def _doing(row: _Row) -> str:

@@ -10,6 +10,7 @@ stopped waiting, not that it has ended.
 """
 
 import contextlib
+import copy
 import os
 import secrets
 import threading
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from dflash_ops import framing, sudo
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, Sudo, line, pct
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError
+from dflash_ops.errors import NotFoundError, OpsError, PreflightError, UnreachableError, UsageFault
 from dflash_ops.framing import Framed
 from dflash_ops.gate import Gate, never_entered, no_config, no_container, node_command, not_entered
 from dflash_ops.local_process import LocalProcess, on_terminal
@@ -37,6 +38,8 @@ T = TypeVar("T")
 OnBytes = Callable[[bytes], None]
 
 _ASIDE_SECONDS = 15.0  # for a question of our own beside the caller's command
+# On a terminal the words travel in the one line that sshd gives the login shell, and Linux takes no longer word.
+_LONGEST_LINE = (1 << 17) - 1
 
 
 @dataclass
@@ -45,7 +48,7 @@ class _Known:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: "Link | None" = None
-    coming: "Future[Link] | None" = None
+    coming: "Future[Link] | None" = None  # an attempt to connect, until somebody has heard what became of it
     has_lxc_attach: bool | None = None
     without_sftp: bool = False
     rights: sudo.Rights | None = None
@@ -54,11 +57,18 @@ class _Known:
 
 class Shell:
     """The door. connect_timeout: seconds to be connected and logged in; command_timeout: seconds for a command to end,
-    where the call does not say otherwise."""
+    where the call does not say otherwise; on_break: takes a line when a verb goes on after a broken link (`again`)."""
 
-    def __init__(self, *, connect_timeout: float = 15.0, command_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout: float = 15.0,
+        command_timeout: float = 60.0,
+        on_break: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._connect_timeout = connect_timeout
         self._command_timeout = command_timeout
+        self._on_break = on_break
         self._lock = threading.Lock()
         self._hosts: dict[Host, _Known] = {}
         self._token = secrets.token_hex(4)  # no login script prints it
@@ -70,13 +80,28 @@ class Shell:
         self.close()
 
     def close(self) -> None:
+        """Ends all connections. Whoever waits for one that is coming hears that at once."""
+        from concurrent.futures import InvalidStateError
+
         with self._lock:
             hosts, self._hosts = self._hosts, {}
-        for known in hosts.values():
-            if known.link is not None:
-                known.link.close()
-            if known.coming is not None:
-                known.coming.add_done_callback(lambda coming: coming.exception() or coming.result().close())
+        for host, known in hosts.items():
+            with known.lock:
+                link, coming = known.link, known.coming
+            if link is not None:
+                link.close()
+            if coming is None:
+                continue
+            try:
+                coming.set_exception(UnreachableError("the connection was closed", where=str(host)))
+            except InvalidStateError:  # it has come, or failed
+                if coming.exception() is None:
+                    coming.result().close()
+
+    def again(self, error: UnreachableError) -> None:
+        """For a verb that goes on after a broken link: says so, and the next command connects anew."""
+        self._on_break(f"the connection broke ({error.where}); trying again")
+        self.close()
 
     @staticmethod
     def load() -> None:
@@ -87,24 +112,33 @@ class Shell:
 
     def begin(self, host: Host) -> None:
         """Begins to connect in a thread. Whoever needs the connection next waits for it, or hears why there is none."""
-        from concurrent.futures import Future
+        known = self._known(host)
+        with known.lock:
+            if known.link is None and known.coming is None:
+                known.coming = self._connecting(host)
+
+    def _connecting(self, host: Host) -> "Future[Link]":
+        from concurrent.futures import Future, InvalidStateError
 
         from dflash_ops.ssh import connect
 
         coming: Future[Link] = Future()
 
-        def connecting() -> None:
+        def run() -> None:
             try:
-                coming.set_result(connect(host, timeout=self._connect_timeout))
+                link = connect(host, timeout=self._connect_timeout)
             except BaseException as error:
-                coming.set_exception(error)
+                with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                    coming.set_exception(error)
+                return
+            try:
+                coming.set_result(link)
+            except InvalidStateError:
+                link.close()
 
-        known = self._known(host)
-        with known.lock:
-            if known.link is None and known.coming is None:
-                known.coming = coming
-                # Nobody waits for it at the end: a host may take long to say nothing.
-                threading.Thread(target=connecting, daemon=True).start()
+        # Nobody waits for it at the end: a host may take long to say nothing.
+        threading.Thread(target=run, name=f"connecting {host}", daemon=True).start()
+        return coming
 
     # -- commands
 
@@ -204,16 +238,25 @@ class Shell:
             place = self._settle(place)
         # No mark: what a login script prints is for whoever sits there.
         text = line(place, command, self._sudo(place, command), terminal=True).text
+        if len(text) > _LONGEST_LINE:
+            raise UsageFault(
+                "the words are too long for a terminal",
+                where=str(place),
+                why=f"{len(text)} bytes; a command line there takes {_LONGEST_LINE}",
+                next="put them into a file, or let the command have no terminal: | cat",
+            )
         columns, rows = size()
         process = self._link(_host(place)).start(text, terminal=(command.env["TERM"], columns, rows))
         try:
-            attach(process)
+            begin = attach(process)
             code = process.code(CODE_SECONDS)
             if code is None:
                 raise timed_out(place, command, CODE_SECONDS)
-            return code
         finally:
             process.end()
+        if isinstance(place, Container):
+            self._check_entered(place, Result(place, command, code, b"", begin))
+        return code
 
     # -- files
 
@@ -267,11 +310,15 @@ class Shell:
             settled = self._settle(place)
             if settled != place:
                 return self._inside(settled, once)
+        self._check_entered(place, result)
+        return result
+
+    def _check_entered(self, container: Container, result: Result) -> None:
+        """Raises when the command never got into its container."""
         if never_entered(result):
-            error = self.explain(place, result)
+            error = self.explain(container, result)
             if isinstance(error, PreflightError | NotFoundError):
                 raise error
-        return result
 
     def _settle(self, container: Container) -> Container:
         """The container, by pct if its host has no lxc-attach or if that is all that sudo allows. Asks the host once.
@@ -318,16 +365,29 @@ class Shell:
             return self._hosts.setdefault(host, _Known())
 
     def _link(self, host: Host) -> "Link":
-        from dflash_ops.ssh import connect
-
+        """The open connection, made now if there is none. All who wait for one attempt share what becomes of it."""
         known = self._known(host)
         with known.lock:
-            coming, known.coming = known.coming, None
-            if coming is not None:
-                known.link = coming.result()
-            if known.link is None or not known.link.is_open:
-                known.link = connect(host, timeout=self._connect_timeout)
-            return known.link
+            if known.coming is None:
+                if known.link is not None and known.link.is_open:
+                    return known.link
+                known.coming = self._connecting(host)
+            coming = known.coming
+        try:
+            link = coming.result()
+        except OpsError as error:
+            raise copy.copy(error) from error  # whoever gets it may write more into it
+        finally:
+            with known.lock:
+                if known.coming is coming and coming.done():
+                    known.coming = None
+                    known.link = None if coming.exception() else coming.result()
+        return link if link.is_open else self._link(host)  # begun long ago, perhaps
+
+    def _confirm(self, place: Place) -> None:
+        """After a time-out: LinkLostError if it is the link that is silent."""
+        if not isinstance(place, Local) and (link := self._known(_host(place)).link) is not None:
+            link.confirm()
 
     def _start(self, place: Place, command: Command) -> tuple[Process, bytes]:
         """The running command, and the bytes that must precede its stdin."""
@@ -369,6 +429,7 @@ class Shell:
             while not ended:
                 left = TICK_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
+                    self._confirm(place)
                     raise starting.too_slow() if starting else timed_out(place, command, limit or 0)
                 out, err, ended = process.read(min(left, TICK_SECONDS))
                 if starting and starting.started:

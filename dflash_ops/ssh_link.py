@@ -22,6 +22,10 @@ from dflash_ops.ssh_library import paramiko
 MAX_FURTHER = 7
 
 
+# A look round that comes so much too late was held up itself: by Ctrl-Z, by a machine that was busy or asleep.
+_LATE_SECONDS = 3.0
+
+
 class NoSftpError(OpsError):
     """The host gives no SFTP session: it has no such subsystem, or a login script talks into it."""
 
@@ -72,8 +76,16 @@ class Link:
             self._answered_at = time.monotonic()
 
     def _watch(self) -> None:
+        looked_at = time.monotonic()
         while not self._closed.wait(self._keepalive_s / 5):
             now = time.monotonic()
+            if (late_s := now - looked_at - self._keepalive_s / 5) > _LATE_SECONDS:
+                # What was answered meanwhile has not been read: neither the link nor a command's start is late by that.
+                self._answered_at = now
+                for channel in list(self._starting):
+                    with contextlib.suppress(KeyError):  # it has just started
+                        self._starting[channel] += late_s
+            looked_at = now
             for channel, until in list(self._starting.items()):
                 if now > until:
                     with contextlib.suppress(Exception):  # a broken transport
@@ -91,6 +103,12 @@ class Link:
         """Raises LinkLostError when the link is broken."""
         if not self.is_open:
             raise self.lost(self._why_closed)
+
+    def confirm(self) -> None:
+        """Waits while the link is silent for longer than it ever is, and raises LinkLostError if it is dead."""
+        while self.is_open and time.monotonic() - self._answered_at > 2 * self._keepalive_s:
+            self._closed.wait(self._keepalive_s / 5)
+        self.check()
 
     def lost(self, why: str) -> LinkLostError:
         return LinkLostError(

@@ -12,6 +12,10 @@ import tty
 from collections.abc import Generator
 from typing import Protocol
 
+from dflash_ops import leaving
+
+_BEGIN_BYTES = 4096
+
 
 class Terminal(Protocol):
     """The far side: dflash_ops.ssh.RemoteProcess."""
@@ -35,13 +39,17 @@ def size() -> tuple[int, int]:
     return terminal.columns, terminal.lines
 
 
-def attach(remote: Terminal) -> None:
-    """Passes keys there and output here until the command ends. Without a terminal, stdin is passed as it is."""
-    keys = sys.stdin.fileno()
-    with _raw(keys), _resizing(remote):
+def attach(remote: Terminal) -> bytes:
+    """Passes keys there and output here until the command ends. Without a terminal, stdin is passed as it is. Gives the
+    begin of the output."""
+    keys, begin = sys.stdin.fileno(), bytearray()
+    with _raw(keys), _resized() as resized:
         ended = typed_out = False
         while not ended:
-            ready, _, _ = select.select([remote] if typed_out else [remote, keys], [], [], 0.5)
+            ready, _, _ = select.select([remote, resized] if typed_out else [remote, resized, keys], [], [], 0.5)
+            if resized in ready:
+                os.read(resized, 4096)
+                remote.resize(*size())
             if keys in ready:
                 data = os.read(keys, 4096)
                 typed_out = not data
@@ -51,7 +59,9 @@ def attach(remote: Terminal) -> None:
             for part in (out, err):
                 if part:
                     sys.stdout.buffer.write(part)
+                    begin += part[: _BEGIN_BYTES - len(begin)]
             sys.stdout.buffer.flush()
+    return bytes(begin)
 
 
 @contextlib.contextmanager
@@ -61,24 +71,32 @@ def _raw(keys: int) -> Generator[None, None, None]:
         yield
         return
     before = termios.tcgetattr(keys)
-    try:
+
+    def restore() -> None:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+    with leaving.undone(restore):
         tty.setraw(keys, termios.TCSADRAIN)  # what was typed meanwhile stays
         yield
-    finally:
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
 @contextlib.contextmanager
-def _resizing(remote: Terminal) -> Generator[None, None, None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _resized() -> Generator[int, None, None]:
+    """A descriptor with something to read once the window's size has changed. The handler does no more than that: it
+    may run in the middle of whatever this thread does with the connection."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
 
-    def resized(number: int, frame: object) -> None:
-        remote.resize(*size())
+    def tell(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):  # full: enough has been said
+            os.write(writing, b".")
 
-    before = signal.signal(signal.SIGWINCH, resized)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGWINCH, tell) if main else None
     try:
-        yield
+        yield reading
     finally:
-        signal.signal(signal.SIGWINCH, before)
+        if main:
+            signal.signal(signal.SIGWINCH, before)
+        os.close(reading)
+        os.close(writing)

@@ -138,7 +138,7 @@ def cut_after(monkeypatch: pytest.MonkeyPatch, place: Any, method: str, counts: 
         gone[0] += bytes_of(words, result)
         if counts and gone[0] > counts[0]:
             counts.pop(0)
-            self._process._link.close()
+            self._process._process._link.close()
         return result
 
     monkeypatch.setattr(place, method, counted)
