@@ -84,19 +84,19 @@ def deploy(
 
     chosen = replace(sources.choose(source, there.book.source, here=working_folder()), include=tuple(include or ()))
 
-    reading = _Readings()
+    reading, taken = _Readings(), _Snapshots()
     moment = datetime.now(UTC) if there.many else None  # one id everywhere
 
     def look(at: "At[Container]") -> "Plan":
         return verbs.plan(at.shell, at.place, chosen, texts=diff, way=at.way, read=reading.of_one())
 
     def send(at: "At[Container]") -> "Deployed":
+        made = None
         if snapshot:
-            from dflash_ops import snapshots
-
-            made = snapshots.make(at.shell, at.place, description="before a deploy", on_log=at.way.step)
-            at.note(f"snapshot {made.snapshot} made; dflash-ops ct rollback {made.snapshot} goes back to it")
-        return verbs.deploy(
+            # First a look, which fails as the deploy would: each try would leave a snapshot.
+            verbs.plan(at.shell, at.place, chosen, way=at.way, read=reading.of_one())
+            made = taken.of(at)
+        done = verbs.deploy(
             at.shell,
             at.place,
             chosen,
@@ -108,6 +108,7 @@ def deploy(
             read=reading.of_one(),
             moment=moment,
         )
+        return replace(done, snapshot=made)
 
     if dry_run or diff:
         plans = there.gather(look, containers)
@@ -141,6 +142,29 @@ class _Readings:
                 return had
 
         return read
+
+
+class _Snapshots:
+    """Makes one snapshot of each container, however many of its folders are deployed to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: dict[tuple[str, int], threading.Lock] = {}
+        self._made: dict[tuple[str, int], str] = {}
+
+    def of(self, at: "At[Container]") -> str:
+        """The snapshot's name."""
+        from dflash_ops import snapshots
+
+        which = (at.place.host.name, at.place.vmid)
+        with self._lock:
+            own = self._locks.setdefault(which, threading.Lock())
+        with own:
+            if which not in self._made:
+                made = snapshots.make(at.shell, at.place, description="before a deploy", on_log=at.way.step)
+                self._made[which] = made.snapshot
+                at.note(f"snapshot {made.snapshot} made; dflash-ops ct rollback {made.snapshot} goes back to it")
+            return self._made[which]
 
 
 def _show_deployed(done: "Deployed") -> None:

@@ -10,17 +10,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_ops import proxmox, proxmox_faults, proxmox_values
+from dflash_ops.answers import answer
 from dflash_ops.command import Container
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError, TimedOutError
 from dflash_ops.proxmox import OnLog, Proxmox, post
 from dflash_ops.proxmox_values import THIS_NODE
+from dflash_ops.remote import bundle
 from dflash_ops.shell import Shell
 
 SHUTDOWN_SECONDS = 60
 _TASK_SECONDS = 600.0
 _SETTLE_SECONDS = 60.0
+_LOOK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """A run that goes on in the container. folder: where, when it is none of the inventory's folders; "?" when nothing
+    tells."""
+
+    id: str
+    folder: str | None = None
+
+    def __str__(self) -> str:
+        return self.id if self.folder is None else f"{self.id} in {self.folder}"
+
+    @property
+    def advice(self) -> str:
+        """How to end it."""
+        if self.folder is None:
+            return f"dflash-ops train stop {self.id}"
+        return f"ask whose it is; dflash-ops train stop {self.id}, by an inventory whose `path` is {self.folder}"
+
+
 # Told which runs go on, or why nobody could look; raises where the container must stay as it is.
-OnRuns = Callable[[Sequence[str], OpsError | None], None]
+OnRuns = Callable[[Sequence[GoingOn], OpsError | None], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,7 @@ def status(shell: Shell, container: Container) -> ContainerStatus:
     facts = found.facts
 
     def number(key: str) -> int | None:
-        return int(facts[key]) if facts.get(key) is not None else None
+        return proxmox_values.integer(facts.get(key))
 
     return ContainerStatus(
         container=str(container),
@@ -93,7 +117,7 @@ def status(shell: Shell, container: Container) -> ContainerStatus:
         uptime_s=number("uptime") if found.running else None,
         lock=str(facts["lock"]) if facts.get("lock") else None,
         ha_managed=_ha_managed(facts.get("ha")),
-        cpus=float(facts["cpus"]) if facts.get("cpus") is not None else None,
+        cpus=_decimal(facts.get("cpus")),
         memory_bytes=number("maxmem"),
         memory_used_bytes=number("mem") if found.running else None,
         asked=api.asked.where,
@@ -209,6 +233,13 @@ def _current(api: Proxmox, node: str, vmid: int) -> dict[str, Any]:
     return facts  # pyright: ignore[reportUnknownVariableType]
 
 
+def _decimal(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 def _ha_managed(ha: Any) -> bool:
     return isinstance(ha, dict) and bool(ha.get("managed"))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
@@ -266,21 +297,24 @@ def _look_for_runs(
 ) -> None:
     if on_runs is None or not found.running:
         return
-    from dflash_ops import train  # loads pydantic, which nothing else here needs
-
-    live: list[str] = []
     try:
         if not found.here:
             raise PreflightError(elsewhere(container, found.node))
-        for place in places(container, also):
-            live += [run.id for run in train.list_runs(shell, place) if run.state.live]
+        live = going_on(look_into(shell, container, also))
     except OpsError as error:
-        on_runs(live, error)
+        on_runs((), error)
     else:
         if live:
             on_runs(live, None)
 
 
-def places(container: Container, also: Sequence[Container]) -> list[Container]:
-    """The container's folders, each once."""
-    return list({it.path: it for it in (*also, container)}.values())
+def look_into(shell: Shell, container: Container, also: Sequence[Container], **parameters: Any) -> dict[str, Any]:
+    """What `since` tells of the container: of its folders, and of the runs in any folder that go on."""
+    parameters["paths"] = list(dict.fromkeys(it.path for it in (container, *also)))
+    return answer(shell.run(container, bundle.command(container.python, "since", parameters), timeout=_LOOK_SECONDS))
+
+
+def going_on(reply: dict[str, Any]) -> tuple[GoingOn, ...]:
+    """The runs of such an answer that go on."""
+    others = [GoingOn(run_id, folder or "?") for run_id, folder in reply["elsewhere"]]
+    return (*map(GoingOn, reply["live"]), *others)

@@ -19,7 +19,8 @@ class LiveRun:
 class Deployed:
     """A release that is whole in the container, and current unless `activated` is false. size: bytes of its files;
     sent: bytes of the archives, 0 when the container had everything; reused: files that did not travel; previous: the
-    release that was current before, None for the first; left_out: what was not sent as a secret or a checkpoint."""
+    release that was current before, None for the first; left_out: what was not sent as a secret or a checkpoint;
+    snapshot: the container's, made before, None unless asked for."""
 
     container: str
     release: str
@@ -34,6 +35,7 @@ class Deployed:
     via: Via
     left_out: tuple[LeftOut, ...]
     runs: tuple[LiveRun, ...]
+    snapshot: str | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,11 @@ def not_entered(container: Container, status: Result) -> OpsError | None:
     """Why a container can't be entered, by what `pct status` says of it; None when it does not say."""
     host, vmid = container.host, container.vmid
     if status.code == 0 and b"stopped" in status.out:
-        return PreflightError(f"container {vmid} is stopped", where=str(host), next=f"on the host: pct start {vmid}")
+        return PreflightError(
+            f"container {vmid} is stopped",
+            where=str(host),
+            next=f"dflash-ops ct start; or on the host: pct start {vmid}",
+        )
     if status.code == 127:
         return PreflightError(
             "the host has no pct", where=str(host), why=status.last_words, next="check that it is a Proxmox VE host"

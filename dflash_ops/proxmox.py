@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from dflash_ops import proxmox_faults, proxmox_values
 from dflash_ops.command import Command, Host
-from dflash_ops.errors import OpsError, TimedOutError, UnreachableError
-from dflash_ops.proxmox_faults import Asked
+from dflash_ops.errors import LinkLostError, OpsError, TimedOutError, UnreachableError
+from dflash_ops.proxmox_faults import Asked, NotTheApiError
 from dflash_ops.proxmox_values import PVESH_VERBS, Call, Upid
 from dflash_ops.shell import Shell
 
@@ -132,13 +132,24 @@ class Proxmox:
                 log.append(line)
                 on_log(line)
 
+            with _told_of_a_break(proxmox_faults.active_tasks(call), on_log):
+                try:
+                    upid = self._upid(call, self._way.run_task(call, hear, seconds))
+                except TimedOutError as error:
+                    raise proxmox_faults.task_silent(self.asked, doing, call, seconds) from error
+                except (LinkLostError, NotTheApiError) as error:
+                    raise proxmox_faults.task_unknown(self.asked, doing, call, error) from error
+                try:
+                    status = self._status(upid)
+                except OpsError as error:
+                    raise proxmox_faults.task_lost(self.asked, doing, upid, error) from error
+                return self._judged(upid, doing, status, log)
+        with _told_of_a_break(proxmox_faults.active_tasks(call), on_log):
             try:
-                upid = self._upid(call, self._way.run_task(call, hear, seconds))
-            except TimedOutError as error:
-                raise proxmox_faults.task_silent(self.asked, doing, call, seconds) from error
-            return self._judged(upid, doing, self._status(upid), log)
-        upid = self._upid(call, self._way.ask(call))
-        with _told_of_a_break(upid, on_log):
+                upid = self._upid(call, self._way.ask(call))
+            except (LinkLostError, TimedOutError, NotTheApiError) as error:
+                raise proxmox_faults.task_unknown(self.asked, doing, call, error) from error
+        with _told_of_a_break(f"pvesh get /nodes/{upid.node}/tasks/{upid.text}/log", on_log):
             return self._followed(upid, doing, on_log, seconds, deadline)
 
     def _followed(self, upid: Upid, doing: str, on_log: OnLog, seconds: float, deadline: float) -> Task:
@@ -153,11 +164,13 @@ class Proxmox:
                     if not line.startswith("TASK "):
                         on_log(line)
                 silent_since = None
-            except (UnreachableError, TimedOutError) as error:  # a proxy that restarts is no end of a task
+            except (UnreachableError, TimedOutError, NotTheApiError) as error:  # a proxy that restarts ends no task
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > _SILENT_SECONDS:
                     raise proxmox_faults.task_lost(self.asked, doing, upid, error) from error
                 status = {}
+            except OpsError as error:  # a right that is gone, another certificate: that will not pass
+                raise proxmox_faults.task_lost(self.asked, doing, upid, error) from error
             if status.get("status") == "stopped":
                 return self._judged(upid, doing, status, log)
             if time.monotonic() > deadline:
@@ -193,12 +206,12 @@ class Proxmox:
 
 
 @contextlib.contextmanager
-def _told_of_a_break(upid: Upid, on_log: OnLog) -> Generator[None, None, None]:
-    """Ctrl-C ends our waiting, and no task."""
+def _told_of_a_break(look: str, on_log: OnLog) -> Generator[None, None, None]:
+    """Ctrl-C ends our waiting, and no task. look: the command that shows it."""
     try:
         yield
     except KeyboardInterrupt:
-        on_log(f"its task goes on there: pvesh get /nodes/{upid.node}/tasks/{upid.text}/log")
+        on_log(f"its task goes on there; on the host: {look}")
         raise
 
 

@@ -17,7 +17,7 @@ from dflash_ops.errors import (
     TimedOutError,
     UnreachableError,
 )
-from dflash_ops.proxmox_values import PVESH_VERBS, Call, Upid, rights_on_containers
+from dflash_ops.proxmox_values import PVESH_VERBS, THIS_NODE, Call, Upid, rights_on_containers
 
 # What a token needs for all that is asked of a container.
 ROLE = "DFlashOps"
@@ -184,7 +184,34 @@ def task_silent(asked: Asked, doing: str, call: Call, seconds: float) -> TimedOu
         f"{doing} has said nothing for {seconds:.0f} s",
         where=asked.where,
         why="its task may go on there",
-        next=f"on the host: pvesh get /nodes/{call.node}/tasks --vmid {call.vmid}",
+        next=f"on the host: {active_tasks(call)}",
+    )
+
+
+def task_unknown(asked: Asked, doing: str, call: Call, error: OpsError) -> LinkLostError:
+    """The call was sent, and no id of a task came back."""
+    return LinkLostError(
+        f"whether {doing} has begun is not known",
+        where=asked.where,
+        why=f"{error.what}: {error.why}; if it has, its task goes on there",
+        next=f"on the host: {active_tasks(call)}",
+    )
+
+
+def active_tasks(call: Call) -> str:
+    """What lists the tasks that go on with the container of a call."""
+    return f"pvesh get /nodes/{call.node}/tasks --vmid {call.vmid} --source active"
+
+
+def lacks_power(asked: Asked, permissions: object, vmid: int) -> PreflightError | None:
+    """None when whom we ask as may start the container. permissions: what `/access/permissions` says of its path."""
+    if asked.who is None or any("VM.PowerMgmt" in rights for rights in rights_on_containers(permissions).values()):
+        return None
+    return PreflightError(
+        f"the token {asked.who} lacks VM.PowerMgmt on /vms/{vmid}",
+        where=asked.where,
+        why="going back stops the container, and it could not be started again",
+        next=mend(f"/vms/{vmid}", asked.who),
     )
 
 
@@ -207,15 +234,19 @@ def mend(path: str, who: str, rights: tuple[str, ...] = RIGHTS) -> str:
     """The commands that give a token, and its user, what it needs on a path."""
     user, role = who.partition("!")[0], ROLE if rights == RIGHTS else f"{ROLE}Also"
     return (
-        f"on the host, as root: pveum role add {role} --privs '{' '.join(rights)}'; "
+        f"on the host, as root: pveum role add {role} --privs '{' '.join(rights)}' || "
+        f"pveum role modify {role} --append 1 --privs '{' '.join(rights)}'; "
         f"pveum acl modify {path} --users {user} --roles {role}; "
         f"pveum acl modify {path} --tokens '{who}' --roles {role}"
     )
 
 
-def not_the_api(asked: Asked, call: Call, why: str) -> OpsError:
-    """It answered, but not as Proxmox VE does."""
-    return OpsError(
+class NotTheApiError(OpsError):
+    """It answered, but not as Proxmox VE does: something in between, while a proxy restarts, say."""
+
+
+def not_the_api(asked: Asked, call: Call, why: str) -> NotTheApiError:
+    return NotTheApiError(
         "what answers is not the Proxmox VE API",
         where=asked.where,
         why=f"{call}: {why}",
@@ -267,7 +298,14 @@ def _missing(asked: Asked, vmid: str, node: str) -> NotFoundError:
 
 
 def _dead_node(asked: Asked, call: Call, why: str) -> UnreachableError:
-    node = call.node or "the node"
+    if call.node in (None, THIS_NODE):
+        return UnreachableError(
+            "the node that we ask does not answer its own proxy",
+            where=asked.where,
+            why=why,
+            next="on the host: systemctl status pvedaemon pveproxy",
+        )
+    node = call.node
     return UnreachableError(
         f"node {node} does not answer the one we asked",
         where=asked.where,
@@ -287,8 +325,10 @@ def _parameters(message: str, errors: object) -> str:
 def _advice(why: str, upid: Upid) -> str:
     if "Device /dev/nvidia" in why and "does not exist" in why:
         return "on the host: nvidia-modprobe -c0 -u (or nvidia-smi), then start it again"
-    if upid.type in ("vzshutdown", "vzreboot"):
+    if upid.type == "vzshutdown":
         return "--timeout with more seconds, or --kill"
+    if upid.type == "vzreboot":
+        return "--timeout with more seconds, or dflash-ops ct stop --kill, then dflash-ops ct start"
     if "snapshot feature is not available" in why:
         return "its storage can't make snapshots (or a mount point can't); on the host: pct config " + upid.id
     if "not most recent snapshot" in why or "most recent snapshot" in why:

@@ -10,10 +10,11 @@ same machine goes through none either.
 # pyright: reportUnknownArgumentType=false
 
 import hashlib
+import re
 import ssl
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
@@ -42,7 +43,8 @@ class Https:
     """One node's API. call_seconds: what one question may take, from the name's look-up to the answer's last byte."""
 
     def __init__(self, api: Api, address: str, token: Token, *, call_seconds: float = CALL_SECONDS) -> None:
-        self.asked = Asked(f"https://{address}:{api.port}", token.id)
+        address = _bare(address)
+        self.asked = Asked(f"https://{f'[{address}]' if ':' in address else address}:{api.port}", token.id)
         self._api, self._address, self._token, self._seconds = api, address, token, call_seconds
         if api.ca is not None:
             _check_certificates(api.ca)
@@ -89,7 +91,9 @@ class Https:
                 raise self._unreachable(why) from error
             raise self._too_slow(call) from error
         except requests.exceptions.RequestException as error:
-            raise self._foreign(call, error) from error
+            # A line that is no HTTP may be anything, also our own header; a traceback shows causes.
+            told = any(self._token.secret in str(cause) for cause in _causes(error))
+            raise self._foreign(call, error) from (None if told else error)
         except _resource_exception() as error:
             raise refused(self.asked, call, error.status_code, _utf8(error.content), error.errors) from error
 
@@ -163,23 +167,30 @@ class Https:
         if shown is None and "certificate" not in text.lower() and "fingerprint" not in text.lower():
             return self._unreachable("TLS was broken off")
         got = f"it shows {shown}" if shown else "it shows none any more"
-        compare = "compare, on the host: openssl x509 -noout -fingerprint -sha256 -in /etc/pve/local/pve-ssl.pem"
-        if self._api.fingerprint is not None and "ingerprint" in text:
-            why, key = f"the inventory has {self._api.fingerprint}, {got}", "`fingerprint`"
-        elif "ostname mismatch" in text or "doesn't match" in text or "IP address mismatch" in text:
-            why, key = f"the certificate is not for {self._address!r}; {got}", "`address` (a name it is for)"
-        elif self._api.ca is not None:
-            theirs = " or ".join(_fingerprints(self._api.ca)) or "nothing"
-            why, key = f"{self._api.ca}, which is {theirs}, did not sign it; {got}", "`ca` or `fingerprint`"
-        else:
-            why, key = f"no authority that is known here signed it; {got}", "`ca` or `fingerprint`"
+        advice = (
+            f"compare, on the host: openssl s_client -connect localhost:{self._api.port} </dev/null | "
+            "openssl x509 -noout -fingerprint -sha256; if it is right, correct {} of the host's [api] in the inventory"
+        )
+        either = "`ca` or `fingerprint`"
+        said = found[1] if (found := re.search(r"certificate verify failed: ([^(]+?) \(", text)) else ""
         if "expired" in text or "not yet valid" in text:
             why = f"it has expired, or a clock is wrong; {got}"
+            advice = "compare the clocks; a new certificate, on the host: pvecm updatecerts --force, or renew your own"
+        elif self._api.fingerprint is not None and "ingerprint" in text:
+            why, advice = f"the inventory has {self._api.fingerprint}, {got}", advice.format("`fingerprint`")
+        elif "ostname mismatch" in text or "doesn't match" in text or "IP address mismatch" in text:
+            why = f"the certificate is not for {self._address!r}; {got}"
+            advice = advice.format("`address` (a name it is for)")
+        elif said and not any(word in said for word in ("issuer", "self-signed", "self signed", "signature")):
+            why, advice = f"{said}; {got}", advice.format(either)
+        elif self._api.ca is not None:
+            theirs = " or ".join(_fingerprints(self._api.ca)) or "nothing"
+            why = f"{self._api.ca}, which is {theirs}, did not sign it; {got}"
+            advice = f"{advice.format(either)}; where the node has a certificate of its own, leave both out"
+        else:
+            why, advice = f"no authority that is known here signed it; {got}", advice.format(either)
         return HostKeyError(
-            "the API's certificate is not the expected one",
-            where=self.asked.where,
-            why=why,
-            next=f"{compare}; if it is right, correct {key} of the host's [api] in the inventory",
+            "the API's certificate is not the expected one", where=self.asked.where, why=why, next=advice
         )
 
 
@@ -196,12 +207,22 @@ def _client(api: Api, address: str, token: Token, seconds: float) -> Any:
             "a Python package is missing here", why=str(error), next="pip install 'proxmoxer>=2.2' requests"
         ) from error
     from requests.adapters import HTTPAdapter
+    from urllib3.util.ssl_ import create_urllib3_context
 
-    class Pinned(HTTPAdapter):
-        """Accepts the one certificate with the inventory's fingerprint."""
+    # With a fingerprint and no CA the chain is not checked, the fingerprint is: before anything is sent.
+    pinned_alone = api.fingerprint is not None and api.ca is None
+    context = create_urllib3_context(cert_reqs=ssl.CERT_NONE if pinned_alone else ssl.CERT_REQUIRED)
+    # The CA that a node makes itself has no "key usage", which Python 3.13 began to ask for. That file may also hold
+    # the node's certificate alone: then it is that one which is trusted.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+
+    class Checked(HTTPAdapter):
+        """Checks the chain as above, or the one certificate with the inventory's fingerprint."""
 
         def init_poolmanager(self, *words: Any, **named: Any) -> None:
-            super().init_poolmanager(*words, **named, assert_fingerprint=api.fingerprint)
+            pin = _pin(api.fingerprint) if api.fingerprint is not None else None
+            super().init_poolmanager(*words, **named, ssl_context=context, assert_fingerprint=pin)
 
     client = ProxmoxAPI(
         address,
@@ -209,16 +230,47 @@ def _client(api: Api, address: str, token: Token, seconds: float) -> Any:
         user=token.user,
         token_name=token.name,
         token_value=token.secret,
-        # With a fingerprint and no CA the chain is not checked, the fingerprint is: before anything is sent.
-        verify_ssl=str(api.ca) if api.ca is not None else api.fingerprint is None,
+        verify_ssl=str(api.ca) if api.ca is not None else not pinned_alone,
         timeout=(min(_CONNECT_SECONDS, seconds), seconds),
     )
     session = _session(client)
     session.trust_env = False  # proxies, CA bundles and .netrc of the environment
     session.max_redirects = 0
-    if api.fingerprint is not None:
-        session.mount("https://", Pinned())
+    session.mount("https://", Checked())
+    session.hooks["response"].append(_hider(token.secret))
     return client
+
+
+def _hider(secret: str) -> Callable[..., None]:
+    """A hook that takes our secret out of an answer, before anybody reads it: debug pages show what they were asked."""
+    pattern = re.compile(re.escape(secret), re.IGNORECASE)
+
+    def hide(answer: Any, **_: Any) -> None:
+        content = answer.content
+        if secret.lower().encode() in content.lower():
+            answer._content = re.sub(pattern.pattern.encode(), b"(the secret)", content, flags=re.IGNORECASE)
+        answer.reason = pattern.sub("(the secret)", answer.reason or "")
+        for name, value in list(answer.headers.items()):
+            answer.headers[name] = pattern.sub("(the secret)", value)
+
+    return hide
+
+
+def _pin(text: str) -> str:
+    """A fingerprint as urllib3 takes it, also where it is openssl's whole line."""
+    return text.rpartition("=")[2].replace(":", "").strip()
+
+
+def _bare(address: str) -> str:
+    """An address without brackets. ConfigError when it has a port: that is another key."""
+    bare = address.removeprefix("[").removesuffix("]")
+    if re.fullmatch(r"[^:]*:\d+|\[.*\]:\d+", address) or bare.count(":") == 1:
+        raise ConfigError(
+            "the API's address holds a port",
+            where=address,
+            next=f"in the host's [api]: address without it, and port = {address.rpartition(':')[2]}",
+        )
+    return bare
 
 
 def _session(client: Any) -> Any:
@@ -229,6 +281,8 @@ def _ask(client: Any, call: Call) -> Any:
     resource = client([quote(word, safe="") for word in call.path])
     try:
         return getattr(resource, call.method)(**call.parameters)
+    except RecursionError:
+        return {"errors": b"JSON that is nested too deep"}
     except (KeyError, TypeError, AttributeError) as error:  # JSON, but no object with "data"
         return {"errors": f'no "data" in it ({type(error).__name__})'.encode()}
 

@@ -41,7 +41,7 @@ def read_token(api: Api, host: str) -> Token | None:
     """
     if api.token_file is not None:
         return _token(_private_text(api.token_file, host), api, host, str(api.token_file))
-    text = os.environ.get(api.token_env, "").strip()
+    text = os.environ.get(api.token_env, "").strip("\ufeff \t\r\n")
     return _token(text, api, host, api.token_env) if text else None
 
 
@@ -104,6 +104,6 @@ def _private_text(file: Path, host: str) -> str:
                 why=f"its mode is {stat.S_IMODE(found.st_mode):04o}",
                 next=f"chmod 600 {file}",
             )
-        return os.read(descriptor, _MAX_BYTES).decode("utf-8", "replace").strip()
+        return os.read(descriptor, _MAX_BYTES).decode("utf-8-sig", "replace").strip()
     finally:
         os.close(descriptor)

@@ -93,16 +93,24 @@ def containers(resources: object) -> list[ClusterContainer]:
     """The containers of `/cluster/resources?type=vm`, by id."""
     found = [
         ClusterContainer(
-            vmid=int(it["vmid"]),
+            vmid=vmid,
             node=str(it["node"]),
-            name=str(it.get("name") or f"CT{it['vmid']}"),
+            name=str(it.get("name") or f"CT{vmid}"),
             status=str(it.get("status") or "unknown"),
             template=bool(it.get("template")),
         )
         for it in _records(resources)
-        if it.get("type") == "lxc" and "vmid" in it and "node" in it
+        if it.get("type") == "lxc" and (vmid := integer(it.get("vmid"))) is not None and "node" in it
     ]
     return sorted(found, key=lambda it: it.vmid)
+
+
+def integer(value: object) -> int | None:
+    """A whole number, which Perl may give as text; None for what is none."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
 
 
 def nodes(answer: object) -> list[str]:
@@ -139,7 +147,8 @@ def _rfc3339(seconds: object) -> str | None:
 
 def log_lines(answer: object) -> list[tuple[int, str]]:
     """(number, text) of a task's log, without the line that says there is none yet."""
-    lines = [(int(it["n"]), str(it.get("t", ""))) for it in _records(answer) if "n" in it]
+    rows = _records(answer)
+    lines = [(number, str(it.get("t", ""))) for it in rows if (number := integer(it.get("n"))) is not None]
     return [] if lines == [(1, "no content")] else lines
 
 
@@ -160,7 +169,7 @@ def printed_json(text: str) -> Any:
         if lines[first].lstrip()[:1] in ("[", "{", '"') or lines[first].strip() == "null":
             try:
                 return json.loads("\n".join(lines[first:]))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     if text.strip():
         raise ValueError(f"no JSON: {lines[-1][:200]!r}")

@@ -28,10 +28,9 @@ def make_authority(cluster: str) -> Authority:
     """An authority of its own, good for ten years."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("Proxmox Virtual Environment", cluster, "PVE Cluster Manager CA")
-    usage = {"key_cert_sign": True, "crl_sign": True}
     builder = _builder(name, name, key, 3650)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(**usage), critical=True)
+    # No key usage: `openssl req -new -x509`, which pvecm calls, gives none.
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     return Authority(key, builder.sign(key, hashes.SHA256()))
 
@@ -72,11 +71,3 @@ def _builder(
 def _name(unit: str, common: str, organization: str = "Proxmox Virtual Environment") -> x509.Name:
     parts = [(NameOID.ORGANIZATION_NAME, organization), (NameOID.ORGANIZATIONAL_UNIT_NAME, unit)]
     return x509.Name([x509.NameAttribute(oid, text) for oid, text in [*parts, (NameOID.COMMON_NAME, common)]])
-
-
-def _usage(**wanted: bool) -> x509.KeyUsage:
-    names = (
-        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
-    )  # fmt: skip
-    return x509.KeyUsage(**{name: wanted.get(name, False) for name in names})

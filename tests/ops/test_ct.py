@@ -1,9 +1,16 @@
 """`ct`: a container started, stopped, snapshotted and put back, through the API and through pvesh."""
 
+import contextlib
 import json
 import os
+import re
 import secrets
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ from test_proxmox import by_api, by_ssh, changed_config, wrong
 from typer.testing import CliRunner
 
 from dflash_ops import cli_ct, containers, deploy, proxmox, snapshots, source, train
+from dflash_ops.cli import app as cli_app
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import (
     BusyError,
@@ -143,8 +151,9 @@ def test_no_such_container_and_no_right(sandbox: SandboxState, shell: Shell) -> 
     viewer = by_api(sandbox, "viewer@pve!audit")
     with pytest.raises(PreflightError, match=r"lacks VM.Audit on /vms/202.*or there is no container 202"):
         containers.status(shell, Container(viewer, VMID))
-    with pytest.raises(PreflightError, match=r"lacks VM.PowerMgmt on /vms/200"):
-        containers.stop(shell, Container(viewer, 200))
+    for verb in (containers.stop, lambda shell, it: snapshots.rollback(shell, it, "s1")):
+        with pytest.raises(PreflightError, match=r"lacks VM.PowerMgmt on /vms/200"):
+            verb(shell, Container(viewer, 200))
     with pytest.raises(PreflightError, match="the token bot@pve!bare may see no container"):
         containers.status(shell, Container(by_api(sandbox, "bot@pve!bare"), VMID))
 
@@ -195,12 +204,23 @@ def test_a_living_run_is_not_ended_unasked(
     elsewhere = text.replace('"trainer"', '"other"').replace("[containers.trainer]", "[containers.other]")
     other = inventory.with_name("other.toml")
     other.write_text(elsewhere.replace("/opt/test-", "/opt/other-") + text[text.index("[containers.trainer]") :])
-    for book, words in ((inventory, ("stop", "--kill")), (other, ("stop",)), (other, ("reboot",))):
-        with pytest.raises(BusyError, match=rf"run {run.id} goes on .*dflash-ops train stop {run.id}"):
+    stranger = inventory.with_name("stranger.toml")  # it knows nothing of the folder where the run is
+    stranger.write_text(text.replace("/opt/test-", "/opt/other-"))
+    there = f"{run.id} in {running.path}"
+    for book, words, who in (
+        (inventory, ("stop", "--kill"), run.id),
+        (other, ("stop",), run.id),
+        (stranger, ("reboot",), there),
+    ):
+        with pytest.raises(BusyError, match=rf"run {who} goes on .*dflash-ops train stop {run.id}"):
             ct(book, *words)
     ct(inventory, "snapshot", "s1")
-    with pytest.raises(BusyError, match=rf"a run goes on in container 202 .*: {run.id}. Next: dflash-ops train stop"):
-        ct(inventory, "rollback", "s1", "--confirm-vmid", "202")
+    for book, who in ((inventory, run.id), (stranger, there)):
+        with pytest.raises(
+            BusyError, match=rf"a run goes on in container 202 .*: {who}. Next: .*dflash-ops train stop"
+        ):
+            ct(book, "rollback", "s1", "--confirm-vmid", "202")
+        assert f"run {who} goes on: going back is refused" in ct(book, "rollback", "s1", "--dry-run").stdout
     monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0)
     with pytest.raises(CancelledError, match="nothing was done"):
         ct(inventory, "stop", stdin="n\n")
@@ -212,7 +232,10 @@ def test_a_living_run_is_not_ended_unasked(
 def test_a_container_that_can_not_be_looked_into_is_not_stopped_unasked(
     running: Container, inventory: Path, sandbox: SandboxState
 ) -> None:
+    ct(inventory, "snapshot", "s1")
     inventory.write_text(inventory.read_text().replace(sandbox.python, "/no/python"))
+    with pytest.raises(PreflightError, match=r"lost can't be seen: there is no Python .*or dflash-ops ct stop --yes"):
+        ct(inventory, "rollback", "s1", "--confirm-vmid", "202")
     with pytest.raises(
         BusyError, match=r"whether a run goes on can't be seen .*--yes, if it is to shut down all the same"
     ):
@@ -224,16 +247,26 @@ def test_a_container_that_can_not_be_looked_into_is_not_stopped_unasked(
 
 
 @pytest.mark.parametrize("way", ["https"], indirect=True)
-def test_snapshots_are_made_listed_and_removed(running: Container, inventory: Path, shell: Shell) -> None:
+def test_snapshots_are_made_listed_and_removed(
+    running: Container, inventory: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no snapshots of box / container 202" in ct(inventory, "snapshots").stdout
-    assert ct(inventory, "snapshot", "before-x", "--description", "the day before").exit_code == 0
-    unnamed = json.loads(ct(inventory, "snapshot", "--json").stdout)["snapshot"]
+    much = "the day before " + "y" * 9000
+    assert ct(inventory, "snapshot", "before-x", "--description", much).exit_code == 0
+    monkeypatch.setattr(snapshots, "_own_name", lambda: "dflash-now")  # two in one second
+    unnamed = [json.loads(ct(inventory, "snapshot", "--json").stdout)["snapshot"] for _ in range(2)]
+    assert unnamed == ["dflash-now", "dflash-now-2"]
+    asked = snapshots._snapshots
+    with monkeypatch.context() as patch:  # somebody makes it between our look and our call
+        patch.setattr(snapshots, "_snapshots", lambda found: [it for it in asked(found) if it.name == "dflash-now-3"])
+        assert snapshots.make(shell, running).snapshot == "dflash-now-3"
+    for name in ("dflash-now-2", "dflash-now-3"):
+        ct(inventory, "snapshot", "--remove", name)
+    unnamed = "dflash-now"
     listed = json.loads(ct(inventory, "snapshots", "--json").stdout)["snapshots"]
-    assert [(it["name"], it["description"]) for it in listed] == [
-        ("before-x", "the day before"),
-        (unnamed, "made by dflash-ops"),
-    ]
-    assert "the day before" in ct(inventory, "snapshots").stdout
+    assert [(it["name"], it["description"]) for it in listed] == [("before-x", much), (unnamed, "made by dflash-ops")]
+    shown = ct(inventory, "snapshots").stdout
+    assert "the day before" in shown and max(map(len, shown.split("\n"))) < 200
     with pytest.raises(UsageFault, match="there is a snapshot before-x already"):
         ct(inventory, "snapshot", "before-x")
     for bad in ("", "1st", "x", "a b", "current", "a" * 41, "é" * 3):
@@ -271,15 +304,26 @@ def test_going_back_lists_what_is_lost_and_wants_the_number_typed(
         shell, running, f"{made}touch releases/{first}/.dflash-manifest.json; find . -exec touch -d '1 hour ago' {{}} +"
     )
     ct(inventory, "snapshot", "s1")
+    shown = snapshots.lost(shell, running, "s1")
     made = run_folder(new, "2099-11-30T01:00:00Z") + f"mkdir runs/{old}/checkpoints/step-2 releases/{second} env/e1; "
-    write(shell, running, f"{made}touch releases/{second}/.dflash-manifest.json env/e1/pyvenv.cfg")
+    write(shell, running, f"{made}touch releases/{second}/.dflash-manifest.json env/e1/pyvenv.cfg runs/{old}/log")
 
     listed = ct(inventory, "rollback", "s1", "--dry-run").stdout
     assert [line.strip() for line in listed.split("\n")[1:-1]] == [
-        f"run {new}", f"checkpoint {old}/step-2", f"release {second}", "environment e1",
-        "data in shared/, and any other file",
+        f"run {new}", f"run {old}: its log, metrics and end since", f"checkpoint {old}/step-2", f"release {second}",
+        "environment e1", "data in shared/, runs in folders that the inventory lacks, and any other file",
     ]  # fmt: skip
-    for typed in ("", "yes\n", "2020\n"):
+    # What was agreed to before all that was made is no leave to lose it.
+    with pytest.raises(BusyError, match=f"more would be lost than was shown .*: run {new}, .*, environment e1"):
+        snapshots.rollback(shell, running, "s1", shown=shown)
+    asked = snapshots._snapshots
+    with pytest.MonkeyPatch.context() as patch:  # made an hour from now: a clock was set back
+        patch.setattr(
+            snapshots, "_snapshots", lambda found: [replace(it, created_at=_in_an_hour()) for it in asked(found)]
+        )
+        assert re.search(r"can't be listed: the clock was set back: it is 3\d+ s behind the snapshot",
+                         ct(inventory, "rollback", "s1", "--dry-run").stdout)  # fmt: skip
+    for typed in ("", "2020\n"):
         with pytest.raises((CancelledError, UsageFault)):
             ct(inventory, "rollback", "s1", stdin=typed)
     assert ct(inventory, "rollback", "s1", "--yes").exit_code == 2
@@ -292,6 +336,75 @@ def test_going_back_lists_what_is_lost_and_wants_the_number_typed(
     assert "back at snapshot s1; it runs again" in done.stdout and f"run {new}" in done.stderr
     left = set(write(shell, running, names).split())
     assert {old, first, "step-1"} <= left and not left & {new, second, "step-2", "e1"}
+
+
+def _in_an_hour() -> str:
+    return (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_a_rollback_that_leaves_the_container_down_says_so(
+    running: Container, inventory: Path, shell: Shell, sandbox: SandboxState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ct(inventory, "snapshot", "s1")
+    words = ("rollback", "s1", "--confirm-vmid", "202")
+    root = Container(by_api(sandbox, "root@pam!full"), VMID)
+    before = _rollbacks(shell, root)
+    with (  # the rollback's own task starts it, whether we hear of it or not
+        wrong(sandbox, dies="POST .*rollback"),
+        pytest.raises(LinkLostError, match=r"has begun is not known .*may be back at s1 already.*dflash-ops ct status"),
+    ):
+        ct(inventory, *words)
+    assert retry_until(lambda: _rollbacks(shell, root) - before).pop()[1] == "OK"
+    assert containers.status(shell, running).status == "running"
+    # The last section of the file is the snapshot's: the container gets the device by going back.
+    with (
+        changed_config(sandbox, VMID, "dev0: /dev/nvidia-uvm-none"),
+        pytest.raises(OpsError, match=r"uvm-none does not exist.*; container 202 is stopped now.*ct start"),
+    ):
+        ct(inventory, *words)
+    containers.start(shell, running)
+    # Where its end says nothing of the start, which is a task of its own there.
+    monkeypatch.setattr(snapshots, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(snapshots, "post", lambda *path, **_: post(*path))
+    with (
+        changed_config(sandbox, VMID, "dev0: /dev/nvidia-uvm-none"),
+        pytest.raises(OpsError, match=r"is back at snapshot s1, and does not run: .*uvm-none .*ct start"),
+    ):
+        ct(inventory, *words)
+    containers.start(shell, running)
+    assert "it runs again" in ct(inventory, *words).stdout
+    assert containers.status(shell, running).status == "running"
+
+
+def _rollbacks(shell: Shell, container: Container) -> set[tuple[str, str]]:
+    """Those that have ended: (id of the task, how it ended)."""
+    with proxmox.connect(shell, container.host) as api:
+        tasks = api.get("nodes", "pve", "tasks", vmid=container.vmid, source="archive", typefilter="vzrollback")
+        return {(it["upid"], it["status"]) for it in tasks}
+
+
+@pytest.mark.parametrize("way", ["https"], indirect=True)
+def test_a_deploy_makes_one_snapshot_of_a_container_and_none_when_it_can_not_deploy(
+    place: Container, inventory: Path, shell: Shell, tmp_path: Path
+) -> None:
+    text = inventory.read_text()
+    second = text[text.index("[containers.trainer]") :].replace("trainer", "second").replace("/opt/test-", "/opt/also-")
+    inventory.write_text(text + second)
+    folder = stand_in.make_release(tmp_path / "code")
+    words = ("deploy", str(folder), "--snapshot", "--json", "--on", "trainer,second")
+    cli = Cli(inventory)
+    failed = cli(*words)
+    assert failed.returncode == 6 and b"dflash-ops ct start" in failed.stdout + failed.stderr, failed
+    assert snapshots.listing(shell, place).snapshots == ()
+    containers.start(shell, place)
+    done = cli(*words)
+    assert done.returncode == 0, done
+    (made,) = snapshots.listing(shell, place).snapshots
+    assert made.description == "before a deploy" and done.stdout.count(f'"snapshot": "{made.name}"'.encode()) == 2
+    assert f"snapshot {made.name} made; dflash-ops ct rollback {made.name} goes back to it" in done.stderr.decode()
+    with pytest.raises(UsageFault, match="needs no snapshot"):
+        CliRunner().invoke(cli_app, ["deploy", "--snapshot", "--diff"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("way", ["https"], indirect=True)
@@ -321,16 +434,43 @@ def test_what_was_made_since_a_moment(tmp_path: Path) -> None:
         step = tmp_path / f"runs/r-20261130-010001-0001/checkpoints/step-{digit}"
         step.mkdir(parents=True)
         os.utime(step, (at, at))
-    assert since.since(tmp_path, 150.0) == {
-        "live": [],
+    found = since.since([tmp_path], 150.0)
+    assert abs(found.pop("now") - time.time()) < 600
+    assert found == {
         "runs": ["r-20261130-010002-0002"],
+        "continued": [],
         "checkpoints": ["r-20261130-010001-0001/step-2"],
         "releases": ["20261130-010002-nogit-01234562"],
         "environments": ["e2"],
     }
     made("runs/r-20261130-010002-0002/run.json", 200.0).write_text('{"created_at": "1970-01-01T00:01:00Z"}')
-    assert since.since(tmp_path, 150.0)["runs"] == []
-    assert since.since(tmp_path / "none", 0.0)["runs"] == []
+    assert since.since([tmp_path], 150.0)["runs"] == []
+    made("runs/r-20261130-010001-0001/metrics.jsonl", 200.0)
+    found = since.since([tmp_path / "none", tmp_path], 150.0)
+    assert found["continued"] == ["r-20261130-010001-0001", "r-20261130-010002-0002"]
+
+
+def test_what_lives_is_found_whatever_its_folder(tmp_path: Path) -> None:
+    """By its marks, or by its supervisor, which is alone between a crash and a restart."""
+    one, two = f"a-20261130-010001-{secrets.token_hex(2)}", f"b-20261130-010001-{secrets.token_hex(2)}"
+    folders = [tmp_path / "x" / "runs" / run_id for run_id in (one, two)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    marks = {"DFLASH_RUN_ID": one, "DFLASH_RUN_DIR": str(folders[0])}
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with contextlib.ExitStack() as ended:
+        for words, env in ((sleep, {**os.environ, **marks}), ([*sleep, "supervisor", str(folders[1])], None)):
+            process = ended.enter_context(subprocess.Popen(words, env=env))
+            ended.callback(process.kill)
+
+        def elsewhere(*paths: Path) -> list[list[str]]:  # others' runs of this machine may live, too
+            return [it for it in since.live(paths)["elsewhere"] if it[0] in (one, two)]
+
+        assert elsewhere(tmp_path / "y") == [[one, str(tmp_path / "x")], [two, str(tmp_path / "x")]]
+        (tmp_path / "link").symlink_to(tmp_path / "x")
+        assert elsewhere(tmp_path / "link") == [] and {one, two} <= set(since.live([tmp_path / "link"])["live"])
+        (folders[0] / "exit.json").write_text("{}")  # what a run left when it ended is none
+        assert elsewhere(tmp_path / "y") == [[two, str(tmp_path / "x")]]
 
 
 # -- on another node

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from stand_in import retry_until
-from tls_server import Identity, data, identity, serve
+from tls_server import Identity, data, identity, said, serve
 
 from dflash_ops import proxmox, proxmox_https
 from dflash_ops.command import Api, Command, Host
@@ -150,9 +150,9 @@ def test_the_asked_nodes_own_daemon_is_down(sandbox: SandboxState, shell: Shell)
     with (
         wrong(sandbox, down=["pve"]),
         proxmox.connect(shell, by_api(sandbox)) as https,
-        pytest.raises(UnreachableError, match="595 Connection refused"),
+        pytest.raises(UnreachableError, match=r"the node that we ask does not .*595 Connection refused.*pvedaemon"),
     ):
-        https.get("nodes", "pve", "lxc")
+        https.get("nodes", "localhost", "lxc")
 
 
 # -- tasks
@@ -194,16 +194,26 @@ def test_a_task_that_never_ends_and_one_that_is_killed(sandbox: SandboxState, sh
         assert retry_until(lambda: api.get(*status).get("exitstatus")) == "unexpected status"
 
 
-def test_a_task_that_is_silent_by_pvesh() -> None:
-    class Silent(Shell):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimedOutError("no answer"), "starting it has said nothing for 600 s"),
+        (LinkLostError("the connection broke"), "whether starting it has begun is not known"),
+        (KeyboardInterrupt("Ctrl-C"), "Ctrl-C"),
+    ],
+    ids=["silence", "a broken link", "Ctrl-C"],
+)
+def test_a_task_that_pvesh_runs_and_we_lose(error: BaseException, words: str) -> None:
+    class Broken(Shell):
         def stream(self, *_: Any, **__: Any) -> int:
-            raise TimedOutError("no answer")
+            raise error
 
-    api = Proxmox(proxmox.Pvesh(Silent(), Host("lab", "lab")), Host("lab", "lab"))
-    with pytest.raises(
-        TimedOutError, match=r"starting it has said nothing for 600 s .*pvesh get /nodes/pve/tasks --vmid 202"
-    ):
-        api.run(START, "starting it")
+    heard: list[str] = []
+    api = Proxmox(proxmox.Pvesh(Broken(), Host("lab", "lab")), Host("lab", "lab"))
+    with pytest.raises(type(error), match=words) as caught:
+        api.run(START, "starting it", on_log=heard.append)
+    told = "".join(heard) or str(caught.value)
+    assert "on the host: pvesh get /nodes/pve/tasks --vmid 202 --source active" in told
 
 
 @contextlib.contextmanager
@@ -261,7 +271,7 @@ def test_a_tasks_log_grows_while_it_is_waited_for(node: Identity) -> None:
 
 
 def test_a_break_of_the_link_is_no_end_of_a_task(node: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scripted(node, data(UPID), gone, gone, RUNNING, gone, gone, ended("OK"), NO_LOG) as api:
+    with scripted(node, data(UPID), gone, gone, RUNNING, said(b"<html>"), gone, gone, ended("OK"), NO_LOG) as api:
         assert api.run(START, "starting it").upid.text == UPID
     monkeypatch.setattr(proxmox, "_SILENT_SECONDS", 0.2)
     with scripted(node, data(UPID), gone) as api, pytest.raises(LinkLostError) as caught:
@@ -275,8 +285,24 @@ def test_a_task_without_an_end_is_left_after_a_while(node: Identity) -> None:
     assert re.search(f"starting it takes longer than .* its task goes on there: {UPID}", str(caught.value))
 
 
-def test_what_is_no_task_is_said(node: Identity) -> None:
-    with scripted(node, data(None)) as api, pytest.raises(OpsError, match="no id of a task: 'None'"):
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([data(None)], "whether starting it has begun is not known .*no id of a task: 'None'.*--source active"),
+        ([said(b"<html>")], "whether starting it has begun is not known .*no JSON.*--source active"),
+        ([data(UPID), said(b"<html>")], f"what becomes of starting it is not known .*no JSON.*{UPID}/status"),
+        (
+            [data(UPID), said(b"", "403 Permission check failed (/nodes/pve, Sys.Audit)")],
+            f"what becomes of starting it is not known .*lacks Sys.Audit.*{UPID}/status",
+        ),
+    ],
+    ids=["null", "garbage", "garbage later", "a right that is gone"],
+)
+def test_a_task_that_we_lose_is_told_of(
+    answers: list[Any], words: str, node: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxmox, "_SILENT_SECONDS", 0.1)
+    with scripted(node, *answers) as api, pytest.raises(LinkLostError, match=words):
         api.run(START, "starting it")
 
 
@@ -429,7 +455,7 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_task_goes_on(node: Identity) 
 
     with scripted(node, data(UPID), RUNNING, lines("one")) as api, pytest.raises(KeyboardInterrupt):
         api.run(START, "starting it", on_log=hear)
-    assert heard == ["one", f"its task goes on there: pvesh get /nodes/pve/tasks/{UPID}/log"]
+    assert heard == ["one", f"its task goes on there; on the host: pvesh get /nodes/pve/tasks/{UPID}/log"]
 
 
 def test_pvesh_by_sudo(sandbox: SandboxState, shell: Shell) -> None:

@@ -1,8 +1,10 @@
 """The API over HTTPS: certificates, and servers that are slow, die, or are something else."""
 
 import io
+import json
 import logging
 import re
+import ssl
 import sys
 import threading
 import traceback
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import urllib3
 from tls_server import Answer, Identity, Server, data, drip, identity, said, serve, silent
 
 from dflash_ops import proxmox_https
@@ -25,9 +28,11 @@ from dflash_ops.errors import (
     TimedOutError,
     UnreachableError,
 )
+from dflash_ops.proxmox_faults import NotTheApiError
 from dflash_ops.proxmox_https import Https
 from dflash_ops.proxmox_token import Token
 from dflash_ops.proxmox_values import Call
+from dflash_ops.sandbox.certificates import make_authority, make_node
 
 SECRET = "6ba7b810-9dad-11d1-80b4-00c04fd430c8"
 TOKEN = Token("bot@pve", "dflash", SECRET)
@@ -73,13 +78,39 @@ def test_a_certificate_is_checked_by_the_nodes_ca_or_by_its_fingerprint(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/none")
     with serve([data([{"n": 1}])], node) as server:
-        for keys in ({"ca": node.certificate}, {"fingerprint": pin(node)}, {"fingerprint": pin(node).lower()}):
-            assert asking(server, **keys).ask(CALL) == [{"n": 1}]
+        assert asking(server, ca=node.certificate).ask(CALL) == [{"n": 1}]
+        for text in (pin(node), pin(node).lower().replace(":", ""), f"sha256 Fingerprint={pin(node)}"):
+            assert asking(server, fingerprint=text).ask(CALL) == [{"n": 1}]
         both = asking(server, ca=node.certificate, fingerprint=pin(node))
         assert both.ask(CALL) == both.ask(CALL) == [{"n": 1}]
     request = server.requests[0].decode()
     assert request.startswith("GET /api2/json/nodes/pve/tasks/UPID%3Apve%3A0A%3Abot%40pve%21full%3A/log?start=0 HTTP")
     assert f"Authorization: PVEAPIToken=bot@pve!dflash={SECRET}\r\n" in request
+
+
+def test_a_nodes_own_authority_is_enough_for_python_3_13_too(
+    asking: Asking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for what that authority does not have; a node's certificate may also be trusted by itself."""
+    made = urllib3.util.ssl_.create_urllib3_context
+
+    def strict(*words: Any, **named: Any) -> ssl.SSLContext:
+        context = made(*words, **named)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(urllib3.util.ssl_, "create_urllib3_context", strict)
+    monkeypatch.setattr(urllib3.connection, "create_urllib3_context", strict)
+    authority = make_authority("lab")
+    certificate, key = make_node(authority, "pve")
+    files = {"both": certificate + key, "node": certificate, "ca": authority.pem, "other": make_authority("lab").pem}
+    for name, data_ in files.items():
+        (tmp_path / name).write_bytes(data_)
+    with serve([data(1)], Identity(tmp_path / "both", tmp_path / "ca")) as server:
+        for name in ("ca", "node"):
+            assert asking(server, ca=tmp_path / name).ask(CALL) == 1
+        with pytest.raises(HostKeyError, match="did not sign it"):
+            asking(server, ca=tmp_path / "other").ask(CALL)
 
 
 def test_a_certificate_that_does_not_match_ends_before_the_token_is_sent(
@@ -102,7 +133,7 @@ def test_a_certificate_that_does_not_match_ends_before_the_token_is_sent(
 def test_a_certificate_for_another_address_or_of_another_year(asking: Asking, tmp_path: Path) -> None:
     elsewhere = identity(tmp_path, "elsewhere", address="10.1.1.1")
     expired = identity(tmp_path, "expired", days=-1)
-    for it, words in ((elsewhere, "not for '127.0.0.1'"), (expired, "it has expired")):
+    for it, words in ((elsewhere, "not for '127.0.0.1'"), (expired, "it has expired.*pvecm updatecerts")):
         with serve([data([])], it) as server, pytest.raises(HostKeyError, match=words):
             asking(server, ca=it.certificate).ask(CALL)
 
@@ -115,6 +146,14 @@ def test_a_file_of_certificates_that_can_not_be_used(asking: Asking, node: Ident
                 asking(server, ca=tmp_path / name).ask(CALL)
 
 
+def test_an_address_with_colons(asking: Asking) -> None:
+    for address in ("::1", "[::1]"):
+        assert Https(Api(), address, TOKEN).asked.where == "https://[::1]:8006"
+    for address in ("127.0.0.1:41129", "[::1]:41129"):
+        with pytest.raises(ConfigError, match=r"holds a port .*port = 41129"):
+            Https(Api(), address, TOKEN)
+
+
 REFUSED: list[tuple[Answer, type[OpsError], str]] = [
     (said(b"", "401 Unauthorized"), UnreachableError, "does not know the token bot@pve!dflash"),
     (said(b'{"data":null}', "403 Permission check failed (/vms/201, VM.Audit)"), PreflightError, "lacks VM.Audit on"),
@@ -122,12 +161,13 @@ REFUSED: list[tuple[Answer, type[OpsError], str]] = [
     (said(b"", "595 No route to host"), UnreachableError, "node pve does not answer"),
     (said(b'{"errors":{"foo":"is not defined"}}', "400 Parameter verification failed."), OpsError, "foo: is not def"),
     (said(b"<html>", "502 Bad Gateway"), UnreachableError, "something between us"),
-    (said(b"<html>hello</html>"), OpsError, "not the Proxmox VE API.*no JSON"),
-    (said(b"[1]"), OpsError, "not the Proxmox VE API"),
-    (said(b'{"a":1}'), OpsError, 'not the Proxmox VE API.*no "data" in it'),
-    (said(b"7"), OpsError, "not the Proxmox VE API"),
-    (said(b"\xff\xfe"), OpsError, "not the Proxmox VE API"),
-    (said(b"", "302 Found", headers="Location: https://login.corp/\r\n"), OpsError, "elsewhere: 'https://login.corp/'"),
+    (said(b"<html>hello</html>"), NotTheApiError, "not the Proxmox VE API.*no JSON"),
+    (said(b"[1]"), NotTheApiError, "not the Proxmox VE API"),
+    (said(b'{"a":1}'), NotTheApiError, 'not the Proxmox VE API.*no "data" in it'),
+    (said(b"7"), NotTheApiError, "not the Proxmox VE API"),
+    (said(b"\xff\xfe"), NotTheApiError, "not the Proxmox VE API"),
+    (said(b"", "302 Found", headers="Location: https://login.corp/\r\n"), NotTheApiError, "elsewhere: 'https://login.corp/'"),
+    (said(b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), NotTheApiError, "nested too deep"),
     (lambda it, _: it.sendall(b"SSH-2.0-OpenSSH_10\r\n\r\n"), LinkLostError, "broke off"),
 ]  # fmt: skip
 
@@ -224,7 +264,15 @@ def test_the_secret_is_in_no_error_no_traceback_and_no_log(
     caplog.set_level(logging.DEBUG)
     logging.getLogger("proxmoxer").setLevel(logging.DEBUG)
     told = io.StringIO()
-    answers = [answer for answer, _, _ in REFUSED]
+    told_us = f"PVEAPIToken=bot@pve!dflash={SECRET}"
+    answers = [
+        *(answer for answer, _, _ in REFUSED),
+        said(told_us.encode()),
+        said(json.dumps({"errors": {"x": told_us}}).encode(), "400 Wrong"),
+        said(b"", f"500 {told_us.upper()}"),
+        said(b"", "302 Found", headers=f"Location: https://{SECRET}/\r\n"),
+        lambda it, _: it.sendall(f"{told_us}\r\n\r\n".encode()),
+    ]
     for answer in [*answers, lambda it, _: it.close(), said(b"{", length=9), silent]:
         with serve([answer], node) as server:
             for keys in ({"ca": node.certificate}, {"fingerprint": pin(other)}):
@@ -234,7 +282,8 @@ def test_the_secret_is_in_no_error_no_traceback_and_no_log(
                     told.write(f"{error} {error!r} {vars(error)}\n")
                     traceback.print_exception(error, file=told)
     assert told.getvalue().count("\n") > 100 and caplog.records
-    assert SECRET not in told.getvalue() + caplog.text
+    for part in (SECRET, SECRET.upper(), SECRET[:13]):
+        assert part not in told.getvalue() + caplog.text
     assert SECRET not in repr(Https(Api(), "x", TOKEN)) + repr(TOKEN) + str(TOKEN)
 
 

@@ -89,6 +89,14 @@ def test_no_answer_of_another_shape_ends_in_a_traceback(answer: Any) -> None:
     proxmox_values.rights_on_containers(answer)
 
 
+def test_numbers_may_be_text_and_rows_without_one_are_none() -> None:
+    rows = [{"type": "lxc", "vmid": vmid, "node": "pve"} for vmid in ("200", "abc", None, [], "9" * 5000)]
+    assert [it.vmid for it in proxmox_values.containers(rows)] == [200]
+    assert proxmox_values.log_lines([{"n": "x", "t": "a"}, {"n": "2", "t": "b"}]) == [(2, "b")]
+    with pytest.raises(ValueError, match="no JSON"):
+        proxmox_values.printed_json("[" * 100_000)
+
+
 def test_snapshots_come_oldest_first_with_their_time() -> None:
     listed = [
         {"name": "current", "description": "You are here!", "parent": "b"},
@@ -146,11 +154,13 @@ def token_file(tmp_path: Path) -> Callable[[str, int], Path]:
     return write
 
 
-@pytest.mark.parametrize("whole", [SECRET, f"bot@pve!dflash={SECRET}", f"PVEAPIToken=bot@pve!dflash={SECRET}\n"])
+@pytest.mark.parametrize(
+    "whole", [SECRET, "\ufeff" + SECRET, f"bot@pve!dflash={SECRET}", f"PVEAPIToken=bot@pve!dflash={SECRET}\n"]
+)
 def test_a_token_comes_from_its_file_else_from_its_variable(
     whole: str, token_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("P_TOKEN", SECRET.upper())
+    monkeypatch.setenv("P_TOKEN", "\ufeff" + SECRET.upper())
     found = read_token(api(token_file=token_file(whole)), "lab")
     assert found is not None and (found.id, found.secret) == ("bot@pve!dflash", SECRET)
     assert SECRET not in repr(found)
@@ -226,7 +236,8 @@ STATUS = call("nodes", "pve", "lxc", "201", "status", "current")
          "lacks VM.Audit on /vms/201.*no container 201.*pveum acl modify /vms/201 --users bot@pve .*"
          "pveum acl modify /vms/201 --tokens 'bot@pve!dflash'"),
         (403, "Permission check failed (/nodes/pve, Sys.Audit)", PreflightError,
-         "lacks Sys.Audit on /nodes/pve .*--privs 'Sys.Audit'.*acl modify /nodes/pve"),
+         r"lacks Sys.Audit on /nodes/pve .*--privs 'Sys.Audit' \|\| pveum role modify .*--append 1"
+         r".*acl modify /nodes/pve"),
         (403, "Permission check failed (/vms/201, VM.Snapshot|VM.Snapshot.Rollback)", PreflightError,
          r"lacks VM.Snapshot or VM.Snapshot.Rollback on /vms/201"),
         (403, "Permission check failed (user != root@pam)", PreflightError, "may not GET /nodes/pve.*root@pam.*pvesh"),
@@ -303,3 +314,5 @@ def test_a_failed_task_tells_its_last_lines_and_what_to_do() -> None:
     no_uvm = proxmox_faults.task_failed(TOKEN, "x", upid, "Device /dev/nvidia-uvm does not exist", [])
     assert "nvidia-modprobe -c0 -u" in str(no_uvm)
     assert isinstance(proxmox_faults.task_failed(TOKEN, "x", upid, "CT is locked (backup)", []), BusyError)
+    reboot = Upid.parse(upid.text.replace("vzstart", "vzreboot"))
+    assert "or dflash-ops ct stop --kill" in str(proxmox_faults.task_failed(TOKEN, "x", reboot, "did not stop", []))
