@@ -119,6 +119,23 @@ def test_what_a_warm_up_uses_stays(shell: Shell, path: Path) -> None:
         assert python == "python3"
 
 
+def test_a_warm_up_says_what_it_uses(shell: Shell, path: Path) -> None:
+    trainer = path / "releases" / "20261130-000000-nogit-aaaaaaaa" / "trainer"
+    trainer.mkdir(parents=True)
+    (path / "current").symlink_to(trainer.parent)
+    held = f"subprocess.run(['flock', '-n', {str(path / 'env' / NAMES[1])!r}, 'true']).returncode"
+    (trainer / "__main__.py").write_text(
+        f"import json, subprocess; print(json.dumps({{'devices': [], 'held': {held}}}))"
+    )
+    parameters = {"release": None, "python": "python3", "check": False, "gpus_chosen": None, "config": "", "set": []}
+    command = bundle.command(sys.executable, "warm", {"path": str(path), "config_name": "config.toml", **parameters})
+    with shell.converse(Local(), command) as talk:
+        said: list[dict[str, Any]] = []
+        while (line := talk.hear()) is not None:
+            said.append(json.loads(line))
+    assert said[-1].get("event") == "done" and said[-1]["first"]["held"] == 1, said
+
+
 def test_an_environment_that_was_made_again_after_a_killed_prune(shell: Shell, path: Path) -> None:
     """Its name is the same: what it is made from gives it."""
     shutil.copytree(path / "env" / NAMES[3], path / "env" / f"{environment.DOOMED}{NAMES[3]}", symlinks=True)
