@@ -218,8 +218,9 @@ def _told_how_it_stands(container: Container, found: Found, name: str, on_log: O
         raise
     except OpsError as error:
         now = _standing(found)
-        if now == "running" and found.running and not isinstance(error, UnreachableError | TimedOutError):
-            raise  # nothing has happened to it
+        as_before = now == ("running" if found.running else "stopped")
+        if as_before and not isinstance(error, UnreachableError | TimedOutError):
+            raise  # it was refused, and nothing has happened
         raise type(error)(
             error.what,
             where=error.where,

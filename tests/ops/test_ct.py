@@ -413,6 +413,13 @@ def test_going_back_with_the_container_stopped(running: Container, inventory: Pa
     ct(inventory, "snapshot", "s1")
     ct(inventory, "snapshot", "s2")
     assert "the container is stopped" in ct(inventory, "rollback", "s1", "--dry-run").stdout
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise BusyError("it is locked")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BusyError, match="^it is locked$"):
+        patch.setattr(proxmox.Proxmox, "run", refused)  # nothing has happened, and nothing more is said
+        ct(inventory, "rollback", "s1", "--confirm-vmid", "202")
     done = json.loads(ct(inventory, "rollback", "s1", "--confirm-vmid", "202", "--json").stdout)
     assert (done["started"], done["lost"]["known"]) == (False, False)
     assert containers.status(shell, running).status == "stopped"
