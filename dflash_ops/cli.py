@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dflash_ops import leaving, render
-from dflash_ops.errors import OpsError
+from dflash_ops.errors import ConfigError, OpsError
 
 # Each first word of the command line, in --help's order, with its module and its function, or a group's app there.
 _COMMANDS = {
@@ -100,7 +100,10 @@ def main() -> NoReturn:
     except OpsError as error:
         code = _told(error.line(), error.exit_code, debug)
     except Exception as error:
-        code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
+        if isinstance(error, RuntimeError) and (fault := _no_home()) is not None:
+            code = _told(fault.line(), fault.exit_code, debug)
+        else:
+            code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
     _leave(code)
 
 
@@ -124,6 +127,18 @@ def _name_the_user() -> None:
         getpass.getuser()
     except (KeyError, OSError):  # KeyError until Python 3.12
         os.environ["LOGNAME"] = str(os.getuid())
+
+
+def _no_home() -> ConfigError | None:
+    """What is wrong where nobody knows our home folder, of which pathlib and platformdirs say a RuntimeError."""
+    from pathlib import Path
+
+    try:
+        Path.home()
+    except RuntimeError:
+        why = f"HOME is not set, and no passwd file knows user {os.getuid()}"
+        return ConfigError("you have no home folder", why=why, next="set HOME: ssh looks there for its files")
+    return None
 
 
 def _told(line: str, code: int, debug: bool) -> int:

@@ -199,6 +199,10 @@ def test_a_user_that_no_passwd_file_knows(cli: Cli, tmp_path: Path) -> None:
     environment = {name: value for name, value in cli.environment().items() if name not in names}
     done = subprocess.run(words, cwd=tree(tmp_path / "here"), env=environment, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
+    environment.setdefault("XDG_STATE_HOME", str(Path("~/.local/state").expanduser()))  # where the sandbox's state is
+    del environment["HOME"]
+    done = subprocess.run(words, cwd=tmp_path / "here", env=environment, capture_output=True)
+    assert done.returncode == 3 and "Next: set HOME" in one_line(done)
 
 
 def test_the_working_folder_is_gone(cli: Cli, tmp_path: Path) -> None:
