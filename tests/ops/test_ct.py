@@ -417,7 +417,7 @@ def test_going_back_with_the_container_stopped(running: Container, inventory: Pa
     def refused(*_: Any, **__: Any) -> None:
         raise BusyError("it is locked")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(BusyError, match="^it is locked$"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BusyError, match=r"^it is locked$"):
         patch.setattr(proxmox.Proxmox, "run", refused)  # nothing has happened, and nothing more is said
         ct(inventory, "rollback", "s1", "--confirm-vmid", "202")
     done = json.loads(ct(inventory, "rollback", "s1", "--confirm-vmid", "202", "--json").stdout)
