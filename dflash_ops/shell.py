@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from dflash_ops import framing, sudo
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, Sudo, line, pct
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
-from dflash_ops.errors import NotFoundError, OpsError, PreflightError, UnreachableError, UsageFault
+from dflash_ops.errors import LinkLostError, NotFoundError, OpsError, PreflightError, UnreachableError, UsageFault
 from dflash_ops.framing import Framed
 from dflash_ops.gate import Gate, never_entered, no_config, no_container, node_command, not_entered
 from dflash_ops.local_process import LocalProcess, on_terminal
@@ -100,7 +100,8 @@ class Shell:
 
     def again(self, error: UnreachableError) -> None:
         """For a verb that goes on after a broken link: says so, and the next command connects anew."""
-        self._on_break(f"the connection broke ({error.where}); trying again")
+        if isinstance(error, LinkLostError):  # else it is one more try in vain
+            self._on_break(f"the connection broke ({error.where}); trying again")
         self.close()
 
     @staticmethod

@@ -49,11 +49,13 @@ def start(shell: Shell, container: Container, request: StartRequest, *, on_wait:
         command = runs.start_command(container, request, run_id, uuids=uuids)
         try:
             result = _hear(shell, container, command, on_wait)
-        except LinkLostError:
+        except UnreachableError as error:
+            if tries_left == _TRIES and not isinstance(error, LinkLostError):
+                raise  # nothing was sent
             tries_left -= 1
-            if not tries_left:
-                raise
-            shell.close()  # the next command connects anew
+            if not tries_left or not isinstance(error, LinkLostError):
+                raise _unheard(error, run_id) from error
+            shell.again(error)
             time.sleep(1.0)
             continue
         except TimedOutError as error:
@@ -156,15 +158,29 @@ def stop(
             return stops.stopped(
                 _hear(shell, container, stops.stop_command(container, run, grace, again=again), on_wait)
             )
-        except LinkLostError:
-            if not tries_left:
+        except UnreachableError as error:
+            lost = isinstance(error, LinkLostError)
+            if not again and not lost:
+                raise  # nothing was sent
+            if run is None:  # which one was meant may be another one by now
+                shell.close()
                 raise
-            shell.close()  # the next command connects anew
-            if run is None:
-                raise  # which one was meant may be another one by now
+            if not tries_left or not lost:
+                raise _unheard(error, run) from error
+            shell.again(error)
             again = True
             time.sleep(1.0)
     raise AssertionError("unreachable")
+
+
+def _unheard(error: UnreachableError, run: str) -> UnreachableError:
+    """That nobody knows what became of it: an answer was lost, and the host can't be asked again."""
+    return type(error)(
+        error.what,
+        where=error.where,
+        why=error.why,
+        next=f"it may have happened: once the host answers, dflash-ops train status {run}",
+    )
 
 
 def stop_session(
@@ -265,7 +281,7 @@ def wait(shell: Shell, container: Container, run: str, *, timeout: float | None 
             never_worked = found is None and not isinstance(error, LinkLostError)
             if never_worked or time.monotonic() >= deadline:
                 raise
-            shell.close()  # the next question connects anew
+            shell.again(error)
         else:
             if not found.state.live:
                 return found

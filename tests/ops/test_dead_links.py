@@ -45,6 +45,10 @@ class Frozen:
         os.close(reading)
         os.close(writing)
 
+    def stream_with_little_patience(self) -> None:
+        """Whose time is up before the link is known to be dead."""
+        self.shell.stream(self.far, BEGUN, on_out=lambda _: self.proxy.silence(), timeout=1.0)
+
     def hearing(self) -> None:
         with self.shell.converse(self.far, BEGUN) as talk:
             assert talk.hear() == b"begun"

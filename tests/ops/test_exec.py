@@ -110,6 +110,19 @@ class Person:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.parametrize("via", ["lxc-attach", "pct"])
+def test_a_terminal_and_a_container_that_is_stopped(via: str, sandbox: SandboxState, tmp_path: Path) -> None:
+    person = Person(Cli(write_inventory(tmp_path, sandbox.name, vmid=202, more=f'via = "{via}"\n')), "exec", "--", "id")
+    person.hear(b"dflash-ops: container 202 is stopped (box). Next: ")
+    assert person.code() == 6
+
+
+def test_words_too_long_for_a_terminal(cli: Cli) -> None:
+    person = Person(cli, "exec", "--", "true", "x" * 70_000, "x" * 70_000)
+    person.hear(b"dflash-ops: the words are too long for a terminal (box / container 200): ")
+    assert person.code() == 2
+
+
 @pytest.mark.parametrize("profile", ["", "export PATH=/bin MINE=yes; cd /"])
 def test_a_shell(box: Box, cli: Cli, shell: Shell, profile: str) -> None:
     """In the current release, with the environment's Python first whatever a profile does; its code is ours."""

@@ -63,9 +63,9 @@ def soaked(soak: bool) -> None:
 class Typed:
     """The program on a terminal of its own, with somebody who types."""
 
-    def __init__(self, file: Path | None, *names: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, file: Path | None, *names: str, prefix: tuple[str, ...] = (), program: str = PROGRAM) -> None:
         self._ours, theirs = pty.openpty()
-        words = ("setsid", "--ctty", "--wait", *prefix, sys.executable, "-c", PROGRAM, str(file or ""), *names)
+        words = ("setsid", "--ctty", "--wait", *prefix, sys.executable, "-c", program, str(file or ""), *names)
         self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
         self.echoed = termios.tcgetattr(theirs)
         self._theirs = theirs
@@ -152,6 +152,39 @@ def test_ctrl_c_ends_the_program_with_its_echo_back(world: World) -> None:
         typed.type("ses\x03")
         typed.see("KeyboardInterrupt")
         assert typed.ends() in (1, 128 + signal.SIGINT, -signal.SIGINT)
+
+
+# The command line itself, behind its process id.
+COMMANDS = """
+import os, sys
+from dflash_ops.cli import main
+print("I am", os.getpid(), flush=True)
+del sys.argv[1]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM], ids=["key", "int", "term"])
+def test_a_question_of_many_that_is_cancelled_is_not_asked_again(
+    world: World, tmp_path: Path, number: signal.Signals | None
+) -> None:
+    """By Ctrl-C, or by a signal from elsewhere; the echo is back."""
+    file = tmp_path / "dflash-ops.toml"
+    file.write_text(
+        "".join(
+            f'[hosts.{name}]\naddress = "{name}"\nssh_config = "{config(world)}"\n'
+            f'[containers.c{name}]\nhost = "{name}"\nvmid = 200\n'
+            for name in ("gate", "outer")
+        )
+    )
+    with Typed(None, "releases", "--on", "all", "--inventory", str(file), program=COMMANDS) as typed:
+        typed.see(PROMPT)
+        if number is None:
+            typed.type("ses\x03")
+        else:
+            os.kill(int(typed.screen.split("I am ")[1].split()[0]), number)
+        assert typed.ends() == (-signal.SIGTERM if number is signal.SIGTERM else 128 + signal.SIGINT)
+        assert typed.screen.count(PROMPT) == 1 and "Traceback" not in typed.screen
 
 
 @long
