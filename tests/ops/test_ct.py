@@ -163,7 +163,7 @@ def test_a_start_that_does_nothing_is_not_taken_for_one(
     place: Container, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with HA: the task went well, and the container does not run (yet)."""
-    monkeypatch.setattr(containers, "_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(containers, "_SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(proxmox.Proxmox, "run", lambda *_, **__: proxmox.Task(None, 0, ()))  # type: ignore[arg-type]
     with pytest.raises(OpsError, match="container 202 is not running, though its task went well"):
         containers.start(shell, place)
@@ -372,9 +372,6 @@ def test_a_rollback_that_leaves_the_container_down_says_so(
         pytest.raises(OpsError, match=r"is back at snapshot s1, and does not run: .*uvm-none .*ct start"),
     ):
         ct(inventory, *words)
-    containers.start(shell, running)
-    assert "it runs again" in ct(inventory, *words).stdout
-    assert containers.status(shell, running).status == "running"
 
 
 def _rollbacks(shell: Shell, container: Container) -> set[tuple[str, str]]:

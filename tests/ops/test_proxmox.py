@@ -273,7 +273,7 @@ def test_a_tasks_log_grows_while_it_is_waited_for(node: Identity) -> None:
 def test_a_break_of_the_link_is_no_end_of_a_task(node: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(node, data(UPID), gone, gone, RUNNING, said(b"<html>"), gone, gone, ended("OK"), NO_LOG) as api:
         assert api.run(START, "starting it").upid.text == UPID
-    monkeypatch.setattr(proxmox, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(proxmox, "_SILENT_SECONDS", 0.05)
     with scripted(node, data(UPID), gone) as api, pytest.raises(LinkLostError) as caught:
         api.run(START, "starting it")
     assert re.search("what becomes of starting it is not known .*broke off.*its task goes on there", str(caught.value))
@@ -281,7 +281,7 @@ def test_a_break_of_the_link_is_no_end_of_a_task(node: Identity, monkeypatch: py
 
 def test_a_task_without_an_end_is_left_after_a_while(node: Identity) -> None:
     with scripted(node, data(UPID), *[RUNNING, NO_LOG] * 100) as api, pytest.raises(TimedOutError) as caught:
-        api.run(START, "starting it", seconds=0.5)
+        api.run(START, "starting it", seconds=0.1)
     assert re.search(f"starting it takes longer than .* its task goes on there: {UPID}", str(caught.value))
 
 
@@ -325,7 +325,7 @@ def test_a_token_that_is_not_known(
     host = by_api(sandbox, token_file=None, token_env="P_TOKEN")
     with (
         # A real one takes 3 s; proxmoxer's own time-out would end it at 5.
-        wrong(sandbox, unauthorized_delay=6.0 if soak else 0.5),
+        wrong(sandbox, unauthorized_delay=6.0 if soak else 0.1),
         proxmox.connect(shell, host) as https,
         pytest.raises(
             UnreachableError,
@@ -406,7 +406,7 @@ def test_another_certificate_is_refused_with_both_fingerprints(sandbox: SandboxS
 
 
 def test_a_slow_api_is_waited_for_and_given_up_in_time(sandbox: SandboxState, shell: Shell, soak: bool) -> None:
-    with wrong(sandbox, delay=4.0 if soak else 0.6), proxmox.connect(shell, by_api(sandbox)) as https:
+    with wrong(sandbox, delay=4.0 if soak else 0.4), proxmox.connect(shell, by_api(sandbox)) as https:
         assert https.get("version")["release"]
         https._way._seconds = 0.2  # type: ignore[attr-defined]
         https._way.close()
