@@ -20,6 +20,8 @@ from dflash_ops.ssh_library import paramiko
 
 # Connections to one host, beside the first, for when its server allows no more sessions on one (MaxSessions).
 MAX_FURTHER = 7
+# Of two refusals at once paramiko keeps one, for whoever asks first; the other thread hears this.
+_REFUSED_TOO = "Unable to open channel."
 
 
 # A look round that comes so much too late was held up itself: by Ctrl-Z, by a machine that was busy or asleep.
@@ -134,12 +136,13 @@ class Link:
         try:
             with self._counted():
                 return self, self._transport.open_session(timeout=self._dead_after_s)
-        except paramiko.ChannelException as error:
-            if self._sessions == 0 or self._further_left == 0:  # it refuses not one more, but any
-                raise OpsError("the host refused a session", where=str(self.host), why=error.text) from error
         except (paramiko.SSHException, OSError, EOFError) as error:
             self.check()
-            raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
+            if not isinstance(error, paramiko.ChannelException) and str(error) != _REFUSED_TOO:
+                raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
+            if self._sessions == 0 or self._further_left == 0:  # it refuses not one more, but any
+                why = getattr(error, "text", str(error))
+                raise OpsError("the host refused a session", where=str(self.host), why=why) from error
         with self._mutex:
             if self._further is None or not self._further.is_open:
                 self._further = Link(

@@ -372,6 +372,20 @@ def test_sessions_that_are_opened_at_once_where_one_is_allowed(tmp_path: Path, m
         link.close()
 
 
+def test_two_sessions_that_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = make_key(tmp_path / "id")
+    with Sshd(tmp_path / "sshd", config="MaxSessions 1").authorize(key) as server:
+        link = ssh.connect(server.host(key), timeout=10)
+        held = link.start(b"cat")
+        both, kept = threading.Barrier(2, timeout=20), link._transport.get_exception
+        monkeypatch.setattr(link._transport, "get_exception", lambda: (both.wait(), kept())[1])
+        with ThreadPoolExecutor(2) as pool:
+            codes = [process.code(20) for process in pool.map(link.start, (b"exit 3", b"exit 4"))]
+        assert codes == [3, 4] and 2 <= server.connections <= 3
+        held.end()
+        link.close()
+
+
 def test_a_host_that_allows_no_session_at_all(tmp_path: Path) -> None:
     key = make_key(tmp_path / "id")
     with Sshd(tmp_path / "sshd", config="MaxSessions 0").authorize(key) as server:
