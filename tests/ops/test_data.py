@@ -280,19 +280,22 @@ def test_a_log_that_grows_is_got_as_long_as_it_was(shell: Shell, box: Box, tmp_p
     took, script = Conversation.take, ["echo more >> runs/x/log"]
 
     def meanwhile(self: Conversation, count: int) -> bytes:
-        if script:
-            in_container(other, box.container, script.pop())
+        if script and (line := script.pop()):
+            in_container(other, box.container, line)
         return took(self, count)
 
     with Shell() as other:
         monkeypatch.setattr(Conversation, "take", meanwhile)
         data.get(shell, box.container, "runs/x/log", tmp_path)
         assert (tmp_path / "log").read_bytes() == bytes(3_000_000)
-        script += ["head -c 3000000 /dev/urandom > runs/x/log"] * 100
+        # More than what is under way at once: else the other end might have read it all before it is written anew.
+        anew = "{ head -c 1000 /dev/urandom; head -c 20000000 /dev/zero; } > runs/x/log"
+        script += [*[""] * 63, anew] * 100
         (tmp_path / "log").unlink()
-        in_container(shell, box.container, "head -c 3000000 /dev/zero > runs/x/log")
+        in_container(shell, box.container, anew)
         with pytest.raises(OpsError, match=r"a file changes while it is read"):
             data.get(shell, box.container, "runs/x/log", tmp_path)
+        script.clear()
         assert not (tmp_path / "log").exists()
         # Written anew at its start while it grows: what was read until then, and what comes, never were there together.
         script += ["printf new | dd of=runs/x/torn conv=notrunc status=none; echo more >> runs/x/torn"]
