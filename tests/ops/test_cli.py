@@ -122,7 +122,8 @@ def test_steps_are_shown_with_debug_only(cli: Cli, tmp_path: Path) -> None:
     assert cli("deploy", cwd=here).stderr == b""
     (here / "new").write_text("new\n")
     steps = [line.split()[0] for line in cli("--debug", "deploy", cwd=here).stderr.decode().split("\n") if line]
-    assert steps == ["reading", "staging", "asking", "sending", "pct", "unpacking"]
+    again = ["pct"] * (len(steps) - 6)  # the first did not wait long enough: the machine was busy
+    assert steps == ["reading", "staging", "asking", "sending", "pct", *again, "unpacking"]
 
 
 # -- exec
