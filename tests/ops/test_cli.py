@@ -87,19 +87,6 @@ def test_a_careful_deploy(cli: Cli, tmp_path: Path) -> None:
         assert cli(*words, cwd=here).returncode == 2, words
 
 
-def test_a_snapshot_before_a_deploy(cli: Cli, tmp_path: Path) -> None:
-    here = tree(tmp_path / "here")
-    done = cli("deploy", "--snapshot", str(here))
-    assert done.returncode == 0, done
-    name = done.stderr.decode().split()[1]
-    assert done.stderr.decode() == f"snapshot {name} made; dflash-ops ct rollback {name} goes back to it\n"
-    listed = json.loads(cli("ct", "snapshots", "--json").stdout)
-    assert ("before a deploy", name) in [(it["description"], it["name"]) for it in listed["snapshots"]]
-    assert cli("ct", "snapshot", "--remove", name).returncode == 0
-    looked = cli("deploy", "--snapshot", "--diff", str(here))
-    assert looked.returncode == 2 and "needs no snapshot" in one_line(looked)
-
-
 def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: Path) -> None:
     tree(tmp_path / "code")
     text = box.inventory.read_text()
