@@ -35,8 +35,8 @@ class NoSftpError(OpsError):
 class Link:
     """One open connection to one host, with as many channels as asked for at once; `user` is who has logged in.
 
-    One thread asks the server for a sign of life every 5 s, another closes the connection once the last answer is 15 s
-    old: whatever anybody waits for on it ends then, so that a pulled cable and a frozen server are noticed.
+    One thread asks the server for a sign of life every 5 s, another closes the connection once the last word of it is
+    15 s old: whatever anybody waits for on it ends then, so that a pulled cable and a frozen server are noticed.
 
     hops: the connections to the host and to the jumps before it, the host's last. again: opens them anew; used when
     the server allows no further session on this one.
@@ -64,10 +64,24 @@ class Link:
         self._sessions = 0  # that were opened so far, or are being opened
         self._counting = threading.Lock()
         self._answered_at = time.monotonic()
+        self._note_answers()
         self._closed = threading.Event()
         self._why_closed = "the connection was closed"
         for work in (self._keep_alive, self._watch):
             threading.Thread(target=work, name=f"{work.__name__.strip('_')} {host}", daemon=True).start()
+
+    def _note_answers(self) -> None:
+        """Counts every message as a sign of life: on a slow line our questions queue behind the data that we send."""
+        packets: Any = self._transport.packetizer
+        read: Callable[[], Any] = packets.read_message
+
+        def noted() -> Any:
+            message = read()
+            self._answered_at = time.monotonic()
+            self._answered_at = time.monotonic()
+            return message
+
+        packets.read_message = noted
 
     def _keep_alive(self) -> None:
         while not self._closed.wait(self._keepalive_s):
