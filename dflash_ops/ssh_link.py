@@ -78,7 +78,6 @@ class Link:
         def noted() -> Any:
             message = read()
             self._answered_at = time.monotonic()
-            self._answered_at = time.monotonic()
             return message
 
         packets.read_message = noted
