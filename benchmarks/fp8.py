@@ -56,7 +56,8 @@ def main() -> int:
     )  # fmt: skip
     config = load(
         f'[target]\npath = "{options.target}"\n[data]\ntrain = "{options.data}"\nheldout = "{options.data}"\n'
-        f"row_tokens = {options.row_tokens}\n[train]\nsteps = 1\nrows_per_step = 1\nanchors = {options.anchors}\n".encode()
+        f"row_tokens = {options.row_tokens}\n[train]\nsteps = 1\nrows_per_step = 1\n"
+        f"anchors = {options.anchors}\n".encode()
     )
     found: dict[str, Any] = {"what": "fp8", "where": where(device), "target": Path(options.target).name}
     with tempfile.TemporaryDirectory() as folder:
