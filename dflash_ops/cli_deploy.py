@@ -184,7 +184,7 @@ def _show_plan(plan: "Plan") -> None:
     if plan.damaged:
         render.say(f"`current` is damaged: {plan.damaged}")
     if plan.diff is not None:
-        render.say(plan.diff.removesuffix("\n") or f"nothing differs from {plan.current}")
+        render.verbatim(plan.diff.removesuffix("\n") or f"nothing differs from {plan.current}")
         return
     files, lacking = render.count(plan.files, "file"), render.count(plan.lacking, "file")
     render.say(f"would deploy {files}, {render.size(plan.size)}, to {plan.container}; nothing was sent")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 
 import typer
 
-from dflash_ops import progress, render
+from dflash_ops import hints, progress, render
 from dflash_ops.cli_words import InventoryFile, Json, Target, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
 
@@ -175,6 +175,8 @@ def _result(outcome: "Outcome[P, T]", code: int, document: Callable[[T], Any]) -
 
     place, error = outcome.place, outcome.error
     host = place if isinstance(place, Host) else place and place.host
+    with hints.at(None if isinstance(place, Host) else outcome.name):
+        failed = error and error_document(error)
     return {
         "container": None if isinstance(place, Host) else outcome.name,
         "host": host and host.name,
@@ -182,13 +184,13 @@ def _result(outcome: "Outcome[P, T]", code: int, document: Callable[[T], Any]) -
         "exit_code": code,
         "seconds": outcome.seconds,
         "value": None if error is not None else document(cast(T, outcome.value)),
-        "error": error and error_document(error),
+        "error": failed,
     }
 
 
 def error_document(error: OpsError) -> dict[str, Any]:
     """An error's parts for programs."""
-    return {"what": error.what, "where": error.where, "why": error.why, "next": error.next}
+    return {"what": error.what, "where": error.where, "why": error.why, "next": hints.here(error.next)}
 
 
 def leave(code: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dflash_ops import render
+from dflash_ops import hints, render
 from dflash_ops.cli_many import There, error_document, in_containers, leave
 from dflash_ops.errors import OpsError, UsageFault
 
@@ -184,7 +184,7 @@ def tell_runs(there: There, found: "list[Outcome[Container, Run]]", *, verdict: 
     for it in found:
         name = {"container": it.name} if there.many else {}
         if it.error is not None:
-            render.note(f"dflash-ops: {it.name}: {it.error.line()}")
+            render.note(hints.of(it.name if there.many else None, f"dflash-ops: {it.name}: {it.error.line()}"))
         if there.as_json:
             what = {"error": error_document(it.error)} if it.error is not None else {"run": it.result().to_json()}
             render.show({**name, **what}, as_json=True, people=lambda: None)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_ops import hints
 from dflash_ops.errors import UsageFault
 
 if TYPE_CHECKING:
@@ -20,16 +21,41 @@ def a_path(word: str | Path) -> Path:
     return Path(word)
 
 
+def _typed(context: typer.Context, parameter: typer.CallbackParam) -> bool:
+    """Whether the command line itself says it: what the environment says holds for the next command too."""
+    source = context.get_parameter_source(parameter.name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _keep_target(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+    hints.said_target(value if _typed(context, parameter) else None)
+    return value
+
+
+def _keep_inventory(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    hints.said_inventory(str(value) if _typed(context, parameter) else None)
+    return value
+
+
 Target = Annotated[
     str | None,
     typer.Option(
-        "-t", "--target", metavar="NAME", envvar="DFLASH_OPS_TARGET", help="The inventory's container to use."
+        "-t",
+        "--target",
+        metavar="NAME",
+        envvar="DFLASH_OPS_TARGET",
+        help="The inventory's container to use.",
+        callback=_keep_target,
     ),
 ]
 InventoryFile = Annotated[
     Path | None,
     typer.Option(
-        "--inventory", metavar="FILE", parser=a_path, help="The inventory, instead of the nearest one upwards."
+        "--inventory",
+        metavar="FILE",
+        parser=a_path,
+        help="The inventory, instead of the nearest one upwards.",
+        callback=_keep_inventory,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+from dflash_ops import hints
 from dflash_ops.errors import OpsError
 
 if TYPE_CHECKING:
@@ -31,7 +32,12 @@ def show(value: Any, *, as_json: bool, people: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """A line for people."""
+    """A line for people; commands in it go where ours went."""
+    print(clean(hints.here(text)))
+
+
+def verbatim(text: str) -> None:
+    """What is somebody else's text, and stays as it is."""
     print(clean(text))
 
 
@@ -39,7 +45,7 @@ def note(text: str) -> None:
     """A line on stderr: progress, hints, warnings. BrokenPipeError when its reader has gone; a full disk behind it is
     no failure of what the line is about."""
     try:
-        sys.stderr.write(clean(text) + "\n")  # in one piece: several threads may have something to say
+        sys.stderr.write(clean(hints.here(text)) + "\n")  # in one piece: several threads may have something to say
         sys.stderr.flush()
     except BrokenPipeError:
         raise

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from dflash_ops import leaving, render, ssh_ask
+from dflash_ops import hints, leaving, render, ssh_ask
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import OpsError
 from dflash_ops.many import Board, Interrupted, Outcome
@@ -41,7 +41,7 @@ class Lines(Board):
             render.note(f"{name}: {text}")
 
     def note(self, name: str, text: str) -> None:
-        render.note(f"{name}: {text}")
+        render.note(hints.of(name, f"{name}: {text}"))
 
     def end(self, name: str, error: OpsError | None, seconds: float) -> None:
         if self._done or error is not None:
@@ -111,7 +111,9 @@ class Rows(Board):
             self._rows[name].step = render.clean(text.strip())
 
     def note(self, name: str, text: str) -> None:
-        self._console.print(render.clean(f"{name}: {text}"), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            render.clean(hints.of(name, f"{name}: {text}")), markup=False, highlight=False, soft_wrap=True
+        )
 
     def end(self, name: str, error: OpsError | None, seconds: float) -> None:
         with self._lock:
@@ -183,12 +185,13 @@ def board(names: Sequence[str], *, quiet: bool, debug: bool) -> Board:
 def show(outcomes: "Sequence[Outcome[P, T]]", people: Callable[[T], None]) -> None:
     """Each value under its name, on stdout; each error on stderr."""
     for outcome in outcomes:
-        if outcome.error is None:
-            render.say(f"{outcome.name}:")
-            people(cast(T, outcome.value))
-        else:
-            sys.stdout.flush()  # both may be one terminal
-            render.note(f"dflash-ops: {outcome.name}: {outcome.error.line()}")
+        with hints.at(None if isinstance(outcome.place, Host) else outcome.name):
+            if outcome.error is None:
+                render.say(f"{outcome.name}:")
+                people(cast(T, outcome.value))
+            else:
+                sys.stdout.flush()  # both may be one terminal
+                render.note(f"dflash-ops: {outcome.name}: {outcome.error.line()}")
 
 
 def note_sum(outcomes: "Sequence[Outcome[P, T]]", codes: Sequence[int]) -> None:

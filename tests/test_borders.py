@@ -75,7 +75,8 @@ PURE = {
         "upload",
     },
     "answers": {"command", "errors"},
-    "render": {"errors"},
+    "hints": set(),
+    "render": {"errors", "hints"},
 }
 
 
