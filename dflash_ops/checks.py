@@ -77,7 +77,7 @@ def judge(container: Container, facts: Facts) -> list[Check]:
     checks = [*_host(container, facts)]
     if facts.inside is None:
         where = str(container)
-        fix = facts.mends or f"on the host: pct status {container.vmid}; pct start {container.vmid}"
+        fix = facts.mends or f"dflash-ops ct start; or on the host: pct start {container.vmid}"
         checks.append(Check("container", where, "failure", facts.refused, fix))
     else:
         checks += _programs(container, facts.inside)
@@ -129,7 +129,7 @@ def _host(container: Container, facts: Facts) -> list[Check]:
         checks.append(Check("lxc-attach", where, "note", evidence, "apt-get install lxc-pve"))
     if container.gpus and host["programs"]["flock"] is None:
         checks.append(Check("flock", where, "failure", "GPU locks need it", "apt-get install util-linux"))
-    checks += _disk("staging disk", where, host["disk"], _ROOM // 4, _ROOM)
+    checks += _disk("staging disk", where, host["disk"], _ROOM // 4, _ROOM, "deploys")
     checks += _stale(where, host)
     if not wants:
         return checks
@@ -297,7 +297,9 @@ def _cards(container: Container, seen: GpuStatus) -> list[Check]:
             fix = f"on the host: lspci -vv -s {gpu.bus_id[-12:]}; reseat the card, or another slot"
             checks.append(Check("PCIe width", where, "warning", evidence, fix))
     for problem in seen.problems:
-        checks.append(Check("gpu-status", seen.host, "note", problem, "dflash-ops gpu-status"))
+        checks.append(
+            Check("gpu-status", seen.host, "note", problem, None if "Next: " in problem else "dflash-ops gpu-status")
+        )
     return checks
 
 
@@ -330,7 +332,7 @@ def _programs(container: Container, inside: Mapping[str, Any]) -> list[Check]:
 
 def _room(container: Container, inside: Mapping[str, Any]) -> list[Check]:
     where, count = str(container), max(1, len(container.gpus))
-    checks = _disk("disk", where, inside["disk"], _ROOM, _ENOUGH_ROOM)
+    checks = _disk("disk", where, inside["disk"], _ROOM, _ENOUGH_ROOM, "checkpoints")
     shm = inside["shm"]["free"] if inside["shm"] else 0
     level: Level = "failure" if shm < _SHM * count else "warning" if shm < _ENOUGH_SHM else "ok"
     fix = None if level == "ok" else "in the container: mount -o remount,size=8G /dev/shm; for good: in its /etc/fstab"
@@ -343,13 +345,21 @@ def _room(container: Container, inside: Mapping[str, Any]) -> list[Check]:
     return checks
 
 
-def _disk(name: str, where: str, disk: Mapping[str, Any] | None, least: int, enough: int) -> list[Check]:
+def _disk(name: str, where: str, disk: Mapping[str, Any] | None, least: int, enough: int, wanting: str) -> list[Check]:
+    """wanting: what needs the room there. Releases lie on a container's disk alone, and removing them makes it no
+    larger than it is."""
     if disk is None:
         return []
     checks: list[Check] = []
     level: Level = "failure" if disk["free"] < least else "warning" if disk["free"] < enough else "ok"
-    fix = None if level == "ok" else f"dflash-ops prune, or a larger disk (df -h {shlex.quote(disk['folder'])})"
     evidence = f"{disk['folder']}: {_size(disk['free'])} free of {_size(disk['size'])}"
+    fix = None
+    if level != "ok":
+        evidence += f"; {_size(enough)} wanted for {wanting}"
+        helps = wanting == "checkpoints" and disk["size"] >= (least if level == "failure" else enough)
+        prune = "dflash-ops prune --keep 3, or " if helps else ""
+        room = "a larger disk" if wanting == "checkpoints" else "make room on the host"
+        fix = f"{prune}{room} (df -h {shlex.quote(disk['folder'])})"
     checks.append(Check(name, where, level, evidence, fix))
     left = disk["inodes_free"]
     if left is not None and left < _INODES:

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -305,8 +305,8 @@ def _show_added(added: "Sequence[Added]", file: Path) -> None:
 
 
 def _moment(it: "Snapshot") -> str:
-    """When it was made, by the clock on the wall here."""
-    return f"{datetime.fromtimestamp(it.moment):%Y-%m-%d %H:%M:%S}" if it.created_at else "-"
+    """When it was made, as every other time is told."""
+    return f"{datetime.fromtimestamp(it.moment, UTC):%Y-%m-%d %H:%M:%S} UTC" if it.created_at else "-"
 
 
 def _span(seconds: int) -> str:

@@ -113,10 +113,12 @@ def deploy(
     if dry_run or diff:
         plans = there.gather(look, containers)
         _tell_left_out(plans)
+        _tell_of_no_trainer(chosen)
         leave(there.tell(plans, _show_plan))
     else:
         done = there.gather(send, containers)
         _tell_left_out(done)
+        _tell_of_no_trainer(chosen)
         leave(there.tell(done, _show_deployed))
 
 
@@ -171,7 +173,7 @@ def _show_deployed(done: "Deployed") -> None:
     verb = "deployed" if done.activated else "sent"
     render.say(
         f"{verb} {done.release} to {done.container}: {render.count(done.files, 'file')}, {render.size(done.size)}, "
-        f"{done.sent} bytes sent, {done.seconds:.2f} s"
+        f"{render.size(done.sent)} sent, {done.seconds:.2f} s"
     )
     if not done.activated:
         render.say(f"it is not current; dflash-ops rollback {done.release} makes it so")
@@ -214,11 +216,16 @@ def _tell_left_out(outcomes: "Sequence[Outcome[Container, Deployed]] | Sequence[
         render.note(f"dflash-ops: left out {len(left_out) - _TOLD} more; --json lists them")
 
 
+def _tell_of_no_trainer(source: "Source") -> None:
+    if not (source.root / "trainer").is_dir():
+        render.note(f"dflash-ops: warning: there is no trainer/ in {source}: train start needs one")
+
+
 @in_containers
 def releases(
     there: There,
 ) -> None:
-    """List the container's releases, the oldest first."""
+    """List the container's releases, the oldest first. * marks the current one."""
     from dflash_ops import deploy as verbs
 
     there.serve(
@@ -280,9 +287,11 @@ def prune(
 
 
 def _show_pruned(done: "Pruned") -> None:
+    verb = "would remove" if done.dry_run else "removed"
     for name in done.removed:
-        render.say(f"{'would remove' if done.dry_run else 'removed'} {name}")
+        render.say(f"{verb} {name}")
     for item in done.kept:
         render.say(f"kept {item.id}: {item.why}")
     freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
-    render.say(f"{len(done.removed)} of {len(done.removed) + len(done.kept)} releases in {done.container}{freed}")
+    all_of_them = render.count(len(done.removed) + len(done.kept), "release")
+    render.say(f"{verb} {len(done.removed)} of {all_of_them} in {done.container}{freed}")

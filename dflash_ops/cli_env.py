@@ -95,7 +95,7 @@ def _show_checked(found: "Checked", every: bool) -> None:
 def list_(
     there: There,
 ) -> None:
-    """List the container's environments, the oldest first."""
+    """List the container's environments, the oldest first. * marks the current one."""
     from dflash_ops import environment
 
     there.serve(
@@ -140,12 +140,14 @@ def prune(
 
 
 def _show_pruned(done: "Pruned") -> None:
+    verb = "would remove" if done.dry_run else "removed"
     for name in done.removed:
-        render.say(f"{'would remove' if done.dry_run else 'removed'} {name}")
+        render.say(f"{verb} {name}")
     for item in done.kept:
         render.say(f"kept {item.id}: {item.why}")
     freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
-    render.say(f"{len(done.removed)} of {len(done.removed) + len(done.kept)} environments in {done.container}{freed}")
+    all_of_them = render.count(len(done.removed) + len(done.kept), "environment")
+    render.say(f"{verb} {len(done.removed)} of {all_of_them} in {done.container}{freed}")
 
 
 @app.command()

@@ -99,7 +99,7 @@ def check(
     inventory: InventoryFile = None,
     as_json: Json = False,
 ) -> None:
-    """Check the whole file: every wrong key, with its line.
+    """Check the whole file: what is wrong, with its line; once a table is mended, more of it may show.
 
     Exit code 3 when the file is wrong; with --connect 4 or 5 when a host can't be reached, 6 when something is not
     there. Nothing is changed anywhere."""
@@ -157,7 +157,10 @@ def _checks(book: "Inventory", checks: "list[Check]", errors: "dict[str, OpsErro
                 if it.fix:
                     render.say(f"  mend it: {it.fix}")
     tables = book.tables
-    counts = f"{len(tables.hosts)} hosts, {len(tables.containers)} containers, {len(tables.groups)} groups"
+    counts = ", ".join(
+        render.count(len(named), thing)
+        for named, thing in ((tables.hosts, "host"), (tables.containers, "container"), (tables.groups, "group"))
+    )
     more = "" if connect else "; --connect asks them whether it is so"
     render.say(f"{book.file}: can be read; {counts}{more}")
 

@@ -43,6 +43,7 @@ Read = Callable[[Shell, Source], Reading]
 _PATIENCE_SECONDS = 5.0
 # Code is small; more than this is likely to be data, which belongs into shared/.
 _LARGE_BYTES = 50_000_000
+_LARGE_FILE_BYTES = 1_000_000  # what is told of by name
 
 
 def deploy(
@@ -293,10 +294,12 @@ def _check_room(container: Container, ready: dict[str, Any], lacking: Sequence[F
 def _warn_of_much(lacking: Sequence[FileEntry], container: Container, warn: OnWarning) -> None:
     sent = sum(file.size for file in lacking)
     if sent > _LARGE_BYTES:
-        largest = sorted(lacking, key=lambda file: file.size, reverse=True)[:3]
-        names = ", ".join(f"{printable(file.path)} ({file.size / 1e6:.0f} MB)" for file in largest)
+        large = (file for file in lacking if file.size > _LARGE_FILE_BYTES)
+        largest = sorted(large, key=lambda file: file.size, reverse=True)[:3]
+        names = ", ".join(f"{printable(file.path)} ({file.size / (1 << 20):.1f} MiB)" for file in largest)
+        among = f", among them {names}" if names else ""
         warn(
-            f"{sent / 1e6:.0f} MB go to {container}, among them {names}. Data belongs into shared/: dflash-ops put; "
+            f"{sent / (1 << 20):.1f} MiB go to {container}{among}. Data belongs into shared/: dflash-ops put; "
             "what no release needs, into .dflashignore"
         )
 

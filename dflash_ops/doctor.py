@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from dflash_ops import status
@@ -34,6 +35,8 @@ def doctor(shell: Shell, container: Container, *, fix: bool = False) -> Diagnosi
     skew = max(0.0, told["now"] - time.time()) or min(0.0, told["now"] - began)
     within, refused = inside.result()
     gpus, gpus_refused = seen.result()
+    if refused is not None and gpus is not None:  # the check of the container says that already
+        gpus = replace(gpus, problems=tuple(it for it in gpus.problems if not it.startswith(refused.what)))
     facts = Facts(told, within, gpus, skew, _words(refused), _words(gpus_refused), refused.next if refused else "")
     fixed = [f"{container.host}: {line}" for line in told["fixed"]]
     fixed += [f"{container}: {line}" for line in (within["fixed"] if within else ())]

@@ -201,7 +201,15 @@ def _outside(name: str, container: Container, there: Listed | None, listed: Sequ
         return [Check("container", name, "failure", f"there is no container {vmid} on {container.host}: {others}", fix)]
     if there.status != "running":
         evidence = f"container {vmid} ({there.name}) is {there.status}"
-        return [Check("container", name, "failure", evidence, f"on the host: pct start {vmid}")]
+        return [
+            Check(
+                "container",
+                name,
+                "failure",
+                evidence,
+                f"dflash-ops ct start -t {name}; or on the host: pct start {vmid}",
+            )
+        ]
     return [Check("container", name, "ok", f"{vmid} is {there.name!r} and runs")]
 
 

@@ -36,6 +36,18 @@ _SSH_WORDS = {
     "userknownhostsfile": "known_hosts",
     "username": "user",
 }
+# What values of these keys look like, and what pydantic's types are in an inventory.
+_LOOKS = {
+    "path": "an absolute path, without / at its end",
+    "address": "a host's name or address, without spaces and user@",
+    "user": "a login name",
+}
+_TYPES = {
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "list_type": "a list in [brackets]",
+}
 _MOST_PARTS = 64  # of a key; the reader's time grows with their square and more
 _MOST_LISTED = 30
 _SECRETS = ("token", "secret", "password", "token_value", "value", "uuid")
@@ -114,8 +126,14 @@ def _of_shape(fault: "ErrorDetails", lines: Lines) -> Fault:
             why = "must not be empty"
         case "string_pattern_mismatch" if in_api:
             why = f"must look like {pattern}"
+        case "string_pattern_mismatch" if words[-1] in _LOOKS:
+            why = f"must be {_LOOKS[words[-1]]}, not {shown}"
+        case kind if kind in _TYPES:
+            quoted = ", without quotes" if isinstance(fault["input"], str) and kind != "list_type" else ""
+            why = f"must be {_TYPES[kind]}{quoted}, not {shown}"
         case _:
-            why = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, not {shown}"
+            told = fault["msg"].removeprefix("Input should ").removeprefix("String should ")
+            why = f"must {told}, not {shown}" if told != fault["msg"] else f"{told}, not {shown}"
     return Fault(".".join(words), why, lines.of(path))
 
 
@@ -185,7 +203,7 @@ def between_tables(tables: InventoryFile, lines: Lines, broken: Broken = _NONE) 
     for name, table in tables.containers.items():
         if table.host not in tables.hosts:
             if table.host not in broken.names["hosts"]:
-                hosts = tables.hosts
+                hosts = [*tables.hosts, *sorted(broken.names["hosts"])]
                 why = f"no host is called {table.host!r}; hosts: {listed(hosts)}{nearest(table.host, hosts)}"
                 bad(("containers", name, "host"), why)
         elif table.python == SANDBOX and tables.hosts[table.host].sandbox is None:
@@ -198,13 +216,13 @@ def between_tables(tables: InventoryFile, lines: Lines, broken: Broken = _NONE) 
             if name in others:
                 bad(("groups", name), f"a {kind} is called {name!r} too; choose another name")
         for word in members:
-            if word not in broken and (why := _wrong_member(tables, word)):
+            if word not in broken and (why := _wrong_member(tables, word, broken)):
                 bad(("groups", name), why)
         if name in circles:
             bad(("groups", name), f"a group can't hold itself: {' -> '.join(_ends(circles[name]))}")
     default = tables.default
     if default is not None and default not in tables.containers and default not in broken.names["containers"]:
-        known = tables.containers
+        known = [*tables.containers, *sorted(broken.names["containers"])]
         why = f"no container is called {default!r}; containers: {listed(known)}"
         if default in tables.groups or default in tables.hosts:
             why += f"; a {'group' if default in tables.groups else 'host'} is, and a default is one container"
@@ -222,12 +240,17 @@ def _no_one_way(table: HostTable) -> str:
     return f"`sandbox` says all there is to say; remove: {', '.join(others)}" if others else ""
 
 
-def _wrong_member(tables: InventoryFile, word: str) -> str:
+def _wrong_member(tables: InventoryFile, word: str, broken: Broken) -> str:
     if (word in tables.containers and word not in tables.hosts) or word in tables.groups or word == ALL:
         return ""
     if word in tables.hosts:
         return two_meanings(tables, word)
-    known = [*tables.containers, *tables.hosts, *tables.groups]
+    known = [
+        *tables.containers,
+        *tables.hosts,
+        *tables.groups,
+        *sorted({name for names in broken.names.values() for name in names}),
+    ]
     return f"nothing is called {word!r}; there are: {listed(known)}{nearest(word, known)}"
 
 

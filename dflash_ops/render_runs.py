@@ -11,6 +11,8 @@ from dflash_ops.stops import HandProcess, Listing, SessionStopped, Stopped
 # What a terminal may get of a log: text, line ends, tabs and colours.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|(\x1b\[[0-?]*[ -/]*[@-~]?|\x1b|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f])")
 
+_CUT_SHORT = (RunState.STOPPED, RunState.FAILED, RunState.LOST)
+
 
 def show_runs(runs: Sequence[Run]) -> None:
     """One line a run, the newest last."""
@@ -94,8 +96,8 @@ def show_stopped(stopped: Stopped) -> None:
         lost += ", GPU memory is back"
     nothing = "nothing else of it" if stopped.spared else "nothing of it"
     render.say(f"{stopped.run.verdict()}, {nothing} is left ({stopped.seconds:.1f} s{lost})")
-    if stopped.run.checkpoints:
-        render.say(f"  newest checkpoint {stopped.run.checkpoints[-1]}; go on: --resume {stopped.run.id}")
+    if kept := _kept(stopped.run):
+        render.say(f"  {kept}")
 
 
 def stopped_line(stopped: Stopped) -> str:
@@ -134,6 +136,8 @@ def show_run(run: Run) -> None:
         render.say(f"  decoded: {run.status.decoded_accept:.2f} tokens a cycle")
     if run.checkpoints:
         render.say(f"  newest checkpoint {run.checkpoints[-1]}")
+    elif run.resumes and run.state in _CUT_SHORT:
+        render.say(f"  {_kept(run)}")
     if run.status and run.status.error:
         render.say(f"  {run.status.error}")
     if run.processes and not run.state.live:
@@ -148,8 +152,19 @@ def show_run(run: Run) -> None:
 def note_verdict(run: Run, container: str = "") -> None:
     """How a followed run ended, on stderr: stdout is its log's. container: told when there are several."""
     render.note(f"{container}: {run.verdict()}" if container else run.verdict())
-    if run.checkpoints and run.state in (RunState.STOPPED, RunState.FAILED, RunState.LOST):
-        render.note(f"  newest checkpoint {run.checkpoints[-1]}; go on: --resume {run.id}")
+    if run.state in _CUT_SHORT and (kept := _kept(run)):
+        render.note(f"  {kept}")
+
+
+def _kept(run: Run) -> str:
+    """Where to go on from: the run's own checkpoint, or before its first the one that it went on from; "" for none."""
+    if run.checkpoints:
+        return f"newest checkpoint {run.checkpoints[-1]}; go on: --resume {run.id}"
+    return (
+        f"no checkpoint of its own: it had gone on from {run.resumes}; go on: --resume {run.resumes}"
+        if run.resumes
+        else ""
+    )
 
 
 def short(command: str, width: int = 60) -> str:

@@ -147,7 +147,7 @@ def _room(path: Path, parameters: dict[str, Any], resumed: Path | None) -> None:
             "preflight",
             "there is no room for the checkpoints",
             why,
-            "remove old runs and releases (dflash-ops prune), or enlarge the container's disk",
+            "remove old runs and releases (dflash-ops prune --keep 3), or enlarge the container's disk",
             str(path / "runs"),
         )
 

@@ -77,6 +77,8 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
                 return {"notes": preflight.check(path, parameters, resumed, leaving, picture)}
             freed, removed = _free_stale(path, parameters["name"])
             notes = preflight.check(path, parameters, resumed, picture=picture)
+            if resumed is not None:
+                notes.append(f"goes on from {resumed.name}, {rundir.checkpoints(resumed)[-1].replace('-', ' ')}")
             notes += [f"removed {file}, which an earlier run left" for file in removed]
             if unlocked:
                 uuids = ", ".join(unlocked["uuids"])

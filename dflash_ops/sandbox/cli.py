@@ -1,6 +1,7 @@
 """`dflash-ops sandbox up|down|status|demo`: thin; mounted by the main command line."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,6 +109,8 @@ def _show(state: SandboxState, as_json: bool) -> None:
     for vmid, entry in sorted(state.containers.items()):
         kind = "unprivileged" if entry["unprivileged"] else "privileged"
         typer.echo(f"  container {vmid}: {entry['hostname']}, {kind}, {entry['status']}")
+    named = f"DFLASH_OPS_SANDBOX={shlex.quote(state.name)} " if state.name != "default" else ""
+    typer.echo(f"  use it, in the checkout: {named}dflash-ops gpu-status --inventory inventory/sandbox.toml")
 
 
 def _facts(state: SandboxState) -> dict[str, Any]:

@@ -91,7 +91,10 @@ def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: 
     tree(tmp_path / "code")
     text = box.inventory.read_text()
     box.inventory.write_text('source = "code"\n' + text)
-    assert b"2 files," in cli("deploy", cwd=Path("/")).stdout
+    done = cli("deploy", cwd=Path("/"))
+    assert b"2 files," in done.stdout and b" KiB sent, " in done.stdout and done.stderr == b""
+    warned = cli("deploy", "--dry-run", str(tmp_path / "code" / "trainer"))
+    assert warned.returncode == 0 and b"warning: there is no trainer/ in " in warned.stderr
     box.inventory.write_text(text)
     assert b" files," in cli("deploy", cwd=Path("/")).stdout  # the packaged trainer
 
@@ -156,13 +159,14 @@ def test_streams_that_are_closed_or_full(cli: Cli) -> None:
         assert done.returncode == 1 and "the output can't be written: No space left on device" in one_line(done)
 
 
-def test_ctrl_c_ends_it_quietly(cli: Cli) -> None:
+def test_ctrl_c_ends_it_with_a_line(cli: Cli) -> None:
     client = cli.start("exec", "--", "sh", "-c", "echo started; sleep 60")
     assert client.stdout is not None
     assert client.stdout.readline() == b"started\n"
     client.send_signal(signal.SIGINT)
     out, err = client.communicate(timeout=30)
-    assert (client.returncode, out, err) == (130, b"", b"")
+    assert (client.returncode, out) == (130, b"")
+    assert err.startswith(b"dflash-ops: left sh -c 'echo started; sleep 60'") and err.count(b"\n") == 1, err
 
 
 def test_exec_gives_up_after_silence(cli: Cli) -> None:

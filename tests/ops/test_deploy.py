@@ -184,7 +184,8 @@ def test_much_is_warned_of_before_it_goes(
     monkeypatch.setattr(verbs, "_LARGE_BYTES", 90_000)
     warned: list[str] = []
     verbs.deploy(shell, box.container, source, warn=warned.append)
-    assert len(warned) == 1 and "MB go to" in warned[0] and ".dflashignore" in warned[0]
+    assert len(warned) == 1 and "MiB go to" in warned[0] and ".dflashignore" in warned[0]
+    assert "among them" not in warned[0]  # nothing of it is large
     verbs.deploy(shell, box.container, source, warn=warned.append)
     assert len(warned) == 1
 

@@ -135,7 +135,13 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (put("inside/memory", 4 << 30), "memory limit", "warning", "pct set 200 --memory"),
     (put("inside/disk/free", 1 << 20), "disk", "failure", "prune"),
     (put("host/user", "ops"), "sudo", "note", "ops ALL=(root) NOPASSWD: ALL"),
-    (put("inside/disk/free", 5 << 30), "disk", "warning", "prune"),
+    (put("inside/disk/free", 5 << 30), "disk", "warning", "dflash-ops prune --keep 3, or a larger disk (df"),
+    (
+        put("inside/disk", {"folder": "/", "free": 11 << 30, "size": 12 << 30, "inodes_free": 10**6}),
+        "disk",
+        "warning",
+        "a larger disk (df",
+    ),
     (put("inside/disk/inodes_free", 5), "disk inodes", "failure", "df -i"),
     (put("inside/python", "3.8.10"), "python", "failure", "3.9"),
     (put("inside/programs/tmux", None), "tmux", "failure", "apt-get install tmux"),
@@ -228,7 +234,9 @@ def test_what_a_killed_deploy_left_is_found_and_removed(sandbox: SandboxState, t
 def test_a_stopped_container_is_a_failure(sandbox: SandboxState, tmp_path: Path) -> None:
     done = Cli(write_inventory(tmp_path, sandbox.name, vmid=202))("doctor")
     assert done.returncode == 6
-    assert "pct start 202" in done.stdout.decode() and "a run would not work" in done.stdout.decode()
+    told = done.stdout.decode()
+    assert "pct start 202" in told and "a run would not work" in told
+    assert told.count("is stopped") == 1  # and not again by what asked for GPUs
 
 
 def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:

@@ -161,6 +161,9 @@ def test_by_the_command_line(cli: Cli, box: Box, shell: Shell) -> None:
     assert verbs.prune(shell, box.container, 3).removed == ()  # nothing is there yet
     script = 'mkdir -p "$1/env/0123456789ab" && touch "$1/env/0123456789ab/pyvenv.cfg"'
     shell.run(box.container, Command(("sh", "-c", script, "sh", box.container.path)), check=True)
-    assert b"would remove 0123456789ab\n1 of 1 environments" in cli("env", "prune", "--keep", "1", "--dry-run").stdout
+    assert (
+        b"would remove 0123456789ab\nwould remove 1 of 1 environment "
+        in cli("env", "prune", "--keep", "1", "--dry-run").stdout
+    )
     done = json.loads(cli("env", "prune", "--keep", "1", "--json").stdout)
     assert (done["removed"], done["kept"]) == (["0123456789ab"], [])

@@ -192,7 +192,7 @@ def test_the_only_container_needs_no_default() -> None:
                 "nearest: address",
             ],
         ),
-        (LAB + 'port = "22"', ["hosts.lab.port", "integer", "'22'"]),
+        (LAB + 'port = "22"', ["hosts.lab.port", "whole number", "'22'"]),
         (LAB + "port = 70000", ["hosts.lab.port", "65535"]),
         ("[hosts.lab]\n", ["hosts.lab", "needs `address`, or `sandbox`"]),
         ('[hosts.lab]\nsandbox = "default"\nport = 22', ["hosts.lab", "remove: port"]),
@@ -215,6 +215,14 @@ def test_the_only_container_needs_no_default() -> None:
         ('default = "lab"\n' + LAB, ["default", "a host is, and a default is one container"]),
         ('default = "d"\n' + LAB + '[containers.c]\nhost = "lab"\nvmid = 200', ["default", "containers: c"]),
         ("hosts = 3", ["hosts", "must be a table, not 3"]),
+        (
+            '[hosts.a]\naddress = "a"\n[containers.c]\nhost = "a"\nvmid = "200"\npython = "p"',
+            ["containers.c.vmid", "must be a whole number, without quotes, not '200'"],
+        ),
+        (
+            '[hosts.a]\naddress = "a"\n[containers.c]\nhost = "a"\nvmid = 200\npython = "p"\npath = "rel"',
+            ["containers.c.path", "must be an absolute path, without / at its end, not 'rel'"],
+        ),
         ("[hosts]\nlab = 3", ["hosts.lab", "must be a table, not 3"]),
         ("[containers]\nc = []", ["containers.c", "must be a table, not []"]),
         ("a = " + "[" * 5000, ["not TOML", "brackets"]),
@@ -226,6 +234,14 @@ def test_a_wrong_file_is_told_in_one_line(text: str, says: list[str]) -> None:
     line = caught.value.line()
     assert str(FILE) in line and "\n" not in line
     assert [part for part in says if part not in line] == []
+
+
+def test_what_there_is_counts_tables_with_faults_of_their_own() -> None:
+    found = examine('[hosts.a]\naddress = "a"\nport = "x"\n[containers.c]\nhost = "b"\nvmid = 200\npython = "p"')
+    assert isinstance(found, list)
+    assert [it.why.partition(";")[2].partition(";")[0] for it in found if it.key == "containers.c.host"] == [
+        " hosts: a"
+    ]
 
 
 def test_all_faults_are_told_in_the_order_of_their_lines() -> None:

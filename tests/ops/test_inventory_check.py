@@ -364,7 +364,7 @@ def silent() -> Iterator[int]:
 def test_check_takes_names_and_tells_the_file_alone(box: Box, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     cli_inventory.check(inventory=box.inventory)
     out = capsys.readouterr().out
-    assert "1 hosts, 1 containers" in out and "--connect" in out
+    assert "1 host, 1 container" in out and "--connect" in out
     with pytest.raises(NotFoundError, match="nothing is called 'nope'"):
         cli_inventory.check(["nope"], inventory=box.inventory)
     box.inventory.write_text(box.inventory.read_text() + "gpus = [1, 0]\n")

@@ -82,6 +82,19 @@ def test_what_the_facts_mean(more: dict[str, Any], state: RunState, exit_code: i
     render_runs.show_run(run)
 
 
+def test_a_run_that_was_stopped_before_its_first_checkpoint_names_the_one_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = {**facts()["run"], "resumes": "a-20261129-110000-abcd"}
+    none = runs.run_of(facts(run=record, checkpoints=[], exit=ended(0, stopped=True)))
+    own = runs.run_of(facts(run=record, exit=ended(0, stopped=True)))
+    for run, from_ in ((none, "a-20261129-110000-abcd"), (own, own.id)):
+        render_runs.note_verdict(run)
+        assert f"go on: --resume {from_}\n" in capsys.readouterr().err
+    render_runs.show_run(none)
+    assert "it had gone on from a-20261129-110000-abcd; go on: --resume a-20261129" in capsys.readouterr().out
+
+
 def test_skipped_steps_are_told_wherever_a_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     run = runs.run_of(facts(status={**STATUS, "skipped": 2}, supervisor_alive=True))
     assert run.verdict() == f"run {run.id} is running at step 7/10 (2 skipped)"
