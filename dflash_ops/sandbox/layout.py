@@ -12,6 +12,7 @@ NODE = os.uname().nodename if SUPPORT.is_dir() and os.uname().nodename in NODES 
 UNPRIVILEGED_BASE = 100_000
 UNPRIVILEGED_COUNT = 65_536
 CONTAINER_PATH = "/opt/dflash"
+_UVM_MAJOR = "511"  # of nvidia-uvm, where the machine's kernel has none
 
 
 def configs(node: str) -> Path:
@@ -87,7 +88,7 @@ class Template(NamedTuple):
             return []
         rows = Path("/proc/devices").read_text().split("\n")
         uvm = [row.split()[0] for row in rows if row.endswith(" nvidia-uvm")]
-        allowed = [f"lxc.cgroup2.devices.allow: c {major}:* rwm" for major in ("195", *uvm)]
+        allowed = [f"lxc.cgroup2.devices.allow: c {major}:* rwm" for major in ("195", *(uvm or [_UVM_MAJOR]))]
         mounts = [f"{device} {device.lstrip('/')} none bind,optional,create=file" for device in devices]
         return [*allowed, *(f"lxc.mount.entry: {mount}" for mount in mounts)]
 

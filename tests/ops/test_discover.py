@@ -46,6 +46,7 @@ def test_containers_are_shown_with_their_gpus_and_added_with_comments_kept(inven
     assert (found["host"], found["node"], found["added"]) == ("box", "pve", [])
     assert sorted(by_vmid) == [200, 201, 202]
     assert [by_vmid[vmid]["gpus"] for vmid in (200, 201, 202)] == [[0, 1], [0, 1], []]
+    assert by_vmid[201]["problems"] == []
     assert [by_vmid[vmid]["known_as"] for vmid in (200, 201, 202)] == [[], [], ["trainer"]]
     assert (by_vmid[200]["host"], by_vmid[200]["node"], by_vmid[200]["name"]) == ("box", "pve", "train200")
     before = inventory.read_text()
