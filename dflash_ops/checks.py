@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dflash_ops import sudo
 from dflash_ops.command import Container
 from dflash_ops.gpus import Gpu, GpuStatus
 
@@ -112,6 +113,8 @@ def _host(container: Container, facts: Facts) -> list[Check]:
         )
         fix = f"on the host, in a file of /etc/sudoers.d: {host['user']} ALL=(root) NOPASSWD: ALL"
         checks.append(Check("sudo", where, "note", evidence, fix))
+    if host.get("lacks_pvesh"):
+        checks.append(Check("pvesh", where, "note", *sudo.no_pvesh(host["lacks_pvesh"])))
     packages = dict(re.findall(r"^(\S+) (\d\S*)$", host["asked"]["packages"]["out"], re.MULTILINE))
     pct, lxc = packages.get("pve-container"), packages.get("lxc-pve") or packages.get("lxc")
     evidence = f"pve-container {pct or 'unknown'}, lxc {lxc or 'unknown'}, kernel {host['kernel']}"

@@ -39,10 +39,22 @@ _COMMANDS = {
 }
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        render.say(f"dflash-ops {version('dflash-ops')}")
+        raise typer.Exit
+
+
 def options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and each step on stderr.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and end.", is_eager=True, callback=_tell_version)
+    ] = False,
 ) -> None:
+    del version
     context.obj = debug
 
 

@@ -41,7 +41,7 @@ def sync(
     from dflash_ops import environment
 
     there.serve(
-        lambda at: environment.sync(at.shell, at.place, release, wheelhouse=wheels, progress=at.way),
+        lambda at: environment.sync(at.shell, at.place, release, wheelhouse=wheels, progress=at.way, on_build=at.note),
         _show_synced,
     )
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import render
+from dflash_ops import hints, render
 from dflash_ops.cli_words import InventoryFile, Target, find_container
-from dflash_ops.errors import TimedOutError, UsageFault
+from dflash_ops.errors import OpsError, TimedOutError, UsageFault
 
 if TYPE_CHECKING:
     from dflash_ops.command import Command, Container
@@ -84,16 +84,17 @@ def shell(target: Target = None, inventory: InventoryFile = None, user: User = N
 # before it and have words of their own about its end. One line, without what a login shell reads in its own way.
 _ENTER = (
     'env="${1%/*}/env/current"; [ -x "$env/bin/python" ] && PATH="$(readlink -f "$env")/bin:$PATH"; '
-    'cd "$1" 2>/dev/null; user=$2; shift 2; [ -n "$user" ] || exec "$@"; '
-    'entry=$(getent passwd "$user") || { echo "dflash-ops: the container has no user $user" >&2; exit 8; }; '
+    'cd "$1" 2>/dev/null; user=$2; none=$3; shift 3; [ -n "$user" ] || exec "$@"; '
+    'entry=$(getent passwd "$user") || { echo "$none" >&2; exit 8; }; '
     'of() { echo "$entry" | cut -d: -f"$1"; }; '
     'exec setpriv --reuid "$(of 3)" --regid "$(of 4)" --init-groups '
     'env "HOME=$(of 6)" "USER=$(of 1)" "LOGNAME=$(of 1)" "$@"'
 )
-# /etc/profile sets PATH anew, so ours is put before it afterwards; then the user's shell, which reads its own files.
-_AT_LOGIN = 'exec sh -lc "$1" sh "$PATH" "$PWD"'
+# /etc/profile sets PATH anew, so the environment's folder is put before it afterwards; then the user's shell, which
+# reads its own files.
+_AT_LOGIN = 'case "$PATH" in */env/*/bin:*) bin="${PATH%%:*}:";; *) bin=;; esac; exec sh -lc "$1" sh "$bin" "$PWD"'
 _LOGGED_IN = (
-    'PATH="$1:$PATH"; cd "$2"; SHELL=$(getent passwd "$(id -u)" | cut -d: -f7); '
+    'PATH="$1$PATH"; cd "$2"; SHELL=$(getent passwd "$(id -u)" | cut -d: -f7); '
     'case "$SHELL" in */nologin|*/false) SHELL=;; esac; '  # whoever runs services may have none
     '[ -x "$SHELL" ] || SHELL=$(command -v bash || echo /bin/sh); export PATH SHELL; exec "$SHELL"'
 )
@@ -103,7 +104,15 @@ def _in_release(container: "Container", user: str | None, words: "list[str] | tu
     from dflash_ops.command import Command
 
     who = user or container.user or "root"
-    return Command(("sh", "-c", _ENTER, "exec", f"{container.path}/current", "" if who == "root" else who, *words))
+    if who == "root":
+        who, none = "", ""
+    else:
+        make = f"dflash-ops exec --user root -- useradd -m {shlex.quote(who)}"
+        none = OpsError(
+            f"there is no user {who}", where=str(container), next=f"name another, or make one: {make}"
+        ).line()
+        none = f"dflash-ops: {render.clean(hints.here(none))}"
+    return Command(("sh", "-c", _ENTER, "exec", f"{container.path}/current", who, none, *words))
 
 
 def _on_a_terminal() -> bool:

@@ -31,6 +31,7 @@ def doctor(shell: Shell, container: Container, *, fix: bool = False) -> Diagnosi
         asked, _ = _try(lambda: shell.run(container.host, pct("config", str(container.vmid)), timeout=_SECONDS))
         if asked is not None and asked.code == 0:
             told["config"] = asked.out.decode("utf-8", "replace")
+    told["lacks_pvesh"] = None if container.host.api is not None else shell.lacks_pvesh(container.host)
     # The clock was read some time between the question and the answer; the doubt is in the host's favour.
     skew = max(0.0, told["now"] - time.time()) or min(0.0, told["now"] - began)
     within, refused = inside.result()

@@ -1,7 +1,7 @@
 """env sync, check, warm, list, prune: the packages that the trainer runs with, in the container."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,12 @@ def sync(
     *,
     wheelhouse: Path | None = None,
     progress: Progress | None = None,
+    on_build: Callable[[str], None] | None = None,
 ) -> Synced:
     """Makes the environment that a release (the current one) wants the current one: built when it is not there.
 
-    wheelhouse: a folder of wheels, for a container that reaches no index. PreflightError before anything is built when
+    wheelhouse: a folder of wheels, for a container that reaches no index; on_build: hears what is built, and by what,
+    instead of `progress`: it takes a minute. PreflightError before anything is built when
     it lacks one, or there is no room; and when pip or uv fails. BusyError while another sync goes on."""
     progress, begun = progress or Progress(), time.monotonic()
     house = wheels.in_folder(wheelhouse) if wheelhouse else []
@@ -168,7 +170,7 @@ def sync(
                 folder = f"env/.wheels-{reply['id']}"
                 sources = [(wheel.place.name, wheel.place) for wheel in chosen]
                 sent = data.put_below(shell, container, folder, sources, progress=progress).sent
-            progress.step(f"building {container.path}/env/{reply['id']} with {installer}")
+            (on_build or progress.step)(f"building {container.path}/env/{reply['id']} with {installer}")
             other.say({"go": True, "wheels": folder and f"{container.path}/{folder}"})
             while (reply := other.answer())["event"] != "done":
                 if reply["event"] == "line":

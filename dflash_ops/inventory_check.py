@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dflash_ops import inventory_probe as probe
+from dflash_ops import sudo
 from dflash_ops.checks import Check
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import LinkLostError, NotFoundError, OpsError, TimedOutError
@@ -131,6 +132,8 @@ def look(shell: Shell, host: Host, containers: Mapping[str, Container]) -> tuple
     found = [Check("host", str(host), "ok", f"answers; {len(listed)} containers")]
     if host.api is not None:
         found.append(_api(shell, host))
+    elif (user := shell.lacks_pvesh(host)) is not None:
+        found.append(Check("pvesh", str(host), "note", *sudo.no_pvesh(user)))
     cards: Cards | None = None
     if any(container.gpus for container in containers.values()):
         cards = host_cards(shell, host)

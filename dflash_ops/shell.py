@@ -348,6 +348,13 @@ class Shell:
                 known.rights = sudo.read(self.run(host, sudo.QUESTION, timeout=_ASIDE_SECONDS), user)
             return known.rights
 
+    def lacks_pvesh(self, host: Host) -> str | None:
+        """The login user's name, when sudo does not let them run pvesh there; for a host that answered already."""
+        if self._known(host).link is None:
+            return None
+        rights = self._rights(host)
+        return None if rights is None or rights.pvesh else rights.user
+
     def _sudo(self, place: Host | Container, command: Command) -> Sudo | None:
         """For `line`. PreflightError where pct is asked for and nothing is allowed."""
         if isinstance(place, Host) and not command.root:

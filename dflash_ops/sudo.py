@@ -15,18 +15,20 @@ QUESTION = Command(
     ("sh", "-c", f"LC_ALL=C sudo -n -l; code=$?; [ -x {LXC_ATTACH} ] && echo && echo has-lxc-attach; exit $code")
 )
 
+_PVESH = "/usr/bin/pvesh"
 _NO_TTY, _NO_SUDO = "must have a tty", "the host has no sudo"
 
 
 @dataclass(frozen=True)
 class Rights:
     """sudo: what is allowed; has_lxc_attach: whether the host has that program; refused: sudo's last words when it said
-    nothing of rights."""
+    nothing of rights; pvesh: whether that may be run, for what the hypervisor does."""
 
     user: str
     sudo: Sudo
     has_lxc_attach: bool
     refused: str = ""
+    pvesh: bool = False
 
 
 def read(result: Result, user: str) -> Rights:
@@ -39,9 +41,8 @@ def read(result: Result, user: str) -> Rights:
         return Rights(user, Sudo(), has_lxc_attach, why)
     entries = list(_entries(text))
     everything = _allowed([(allowed, word) for allowed, word in entries if word.lstrip("!") == "ALL"], "")
-    return Rights(
-        user, Sudo(everything, pct=_allowed(entries, PCT), attach=_allowed(entries, LXC_ATTACH)), has_lxc_attach
-    )
+    allowed = Sudo(everything, pct=_allowed(entries, PCT), attach=_allowed(entries, LXC_ATTACH))
+    return Rights(user, allowed, has_lxc_attach, pvesh=_allowed(entries, _PVESH))
 
 
 def way(container: Container, rights: Rights) -> Container:
@@ -75,6 +76,12 @@ def pct_refused(container: Container, rights: Rights) -> PreflightError:
         why=f"which of them, pct would say, but sudo lets {rights.user} run lxc-attach alone",
         next=_step(rights),
     )
+
+
+def no_pvesh(user: str) -> tuple[str, str]:
+    """What a user lacks whom sudo does not let run pvesh, and what mends it."""
+    why = f"sudo does not let {user} run {_PVESH}, and there is no [api]: ct, discover and deploy --snapshot can't work"
+    return why, f"on the host, in a file of /etc/sudoers.d: {user} ALL=(root) NOPASSWD: {_PVESH}; or docs/proxmox.md"
 
 
 def _step(rights: Rights) -> str:

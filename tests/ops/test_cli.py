@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import struct
@@ -178,6 +179,11 @@ def test_exec_gives_up_after_silence(cli: Cli) -> None:
 def test_a_time_to_wait_is_above_nothing(cli: Cli, seconds: str) -> None:
     done = cli("exec", "--timeout", seconds, "true")
     assert done.returncode == 2 and "no time to wait" in one_line(done)
+
+
+def test_its_version_needs_no_inventory() -> None:
+    done = subprocess.run([sys.executable, "-m", "dflash_ops", "--version"], capture_output=True, timeout=60)
+    assert done.returncode == 0 and re.fullmatch(rb"dflash-ops \d+\.\d+\S*\n", done.stdout), done
 
 
 # -- mistakes

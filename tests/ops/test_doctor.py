@@ -135,6 +135,7 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (put("inside/memory", 4 << 30), "memory limit", "warning", "pct set 200 --memory"),
     (put("inside/disk/free", 1 << 20), "disk", "failure", "prune"),
     (put("host/user", "ops"), "sudo", "note", "ops ALL=(root) NOPASSWD: ALL"),
+    (put("host/lacks_pvesh", "ops"), "pvesh", "note", "ops ALL=(root) NOPASSWD: /usr/bin/pvesh"),
     (put("inside/disk/free", 5 << 30), "disk", "warning", "dflash-ops prune --keep 3, or a larger disk (df"),
     (
         put("inside/disk", {"folder": "/", "free": 11 << 30, "size": 12 << 30, "inodes_free": 10**6}),
@@ -242,7 +243,7 @@ def test_a_stopped_container_is_a_failure(sandbox: SandboxState, tmp_path: Path)
 def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
     """pct is found and asked for the config; what of GPUs can't be seen is said, and no living process called dead."""
     own = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox).container
-    ours = replace(own, host=replace(own.host, user="ops"))
+    ours = replace(own, host=replace(own.host, user="ops", api=None))
     hold = Command((own.python, "-IS", "-c", HOLD))
     with shell.converse(own, hold) as talk:
         assert talk.hear() == b"held"
@@ -250,7 +251,7 @@ def test_as_a_user_who_may_do_little_on_the_host(sandbox: SandboxState, tmp_path
         seen = status.gpu_status(shell, ours.host, [ours], ours)
         whole = status.gpu_status(shell, own.host, [own], own)
     by_name = {check.name: check for check in found.checks if check.level != "failure"}
-    assert by_name["pct"].level == "ok" and by_name["sudo"].level == "note"
+    assert by_name["pct"].level == "ok" and by_name["sudo"].level == "note" and by_name["pvesh"].level == "note"
     assert "dev entries" in by_name["container config"].evidence
     (problem,) = (it for it in seen.problems if "can't be read by this user" in it)
     assert problem.startswith("box: what ")
@@ -277,7 +278,7 @@ def test_as_a_user_who_may_do_everything_by_sudo(sandbox: SandboxState, tmp_path
             another.run(ours.host, Command(("sh", "-c", make)), check=True)
             found = doctor.doctor(another, ours, fix=True)
             assert found.fixed == (f"box: removed {stage}",)
-            assert "sudo" not in {check.name for check in found.checks}
+            assert not {"sudo", "pvesh"} & {check.name for check in found.checks}
     finally:
         shell.run(own.host, Command(("tee", file), before), check=True)
 

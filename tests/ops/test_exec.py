@@ -42,7 +42,8 @@ def test_who_runs_the_trainer_runs_exec_unless_told_otherwise(tmp_path: Path, sa
 
 def test_a_user_that_the_container_does_not_have(cli: Cli) -> None:
     done = cli("exec", "--user", "no-such-user", "--", "true")
-    assert (done.returncode, done.stderr) == (8, b"dflash-ops: the container has no user no-such-user\n")
+    told = "there is no user no-such-user (box / container 200). Next: name another, or make one: dflash-ops exec"
+    assert done.returncode == 8 and done.stderr.decode().startswith(f"dflash-ops: {told}")
 
 
 def test_a_shell_needs_a_terminal(cli: Cli) -> None:
@@ -136,12 +137,15 @@ def test_a_shell(box: Box, cli: Cli, shell: Shell, profile: str) -> None:
         person = Person(cli, "shell")
         person.hear(b"# ")
         person.type(
-            'echo "<$PWD>" "<$(command -v python)>" "<$HOME>" "<$LANG>" "<$TERM>" "<$SHELL>" "<$MINE>" go$((1+1))'
+            'echo "<$PWD>" "<$(command -v python)>" "<$HOME>" "<$LANG>" "<$TERM>" '
+            '"<$SHELL>" "<$MINE>" "<$PATH>" go$((1+1))'
         )
         said = person.hear(b"go2\r\n").rpartition(b"\n")[2].decode()
-        where, python, home, lang, term, program, mine = re.findall("<(.*?)>", said)
+        where, python, home, lang, term, program, mine, path = re.findall("<(.*?)>", said)
         assert (where, python) == (f"{at}/current", f"{at}/env/e/bin/python")
         assert (home, lang, program, mine) == ("/root", "C.UTF-8", "/bin/bash", "yes" if profile else "")
+        folders = path.split(":")
+        assert folders[0] == f"{at}/env/e/bin" and len(folders) == len(set(folders))
         assert term == os.environ.get("TERM", "xterm-256color")
         person.type("exit 7")
         assert person.code() == 7

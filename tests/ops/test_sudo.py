@@ -65,7 +65,10 @@ def listing(
     ],
 )
 def test_what_a_listing_allows(rows: str, allowed: Sudo) -> None:
-    assert sudo.read(listing(rows), "ops") == sudo.Rights("ops", allowed, has_lxc_attach=True)
+    found = sudo.read(listing(rows), "ops")
+    assert found == sudo.Rights("ops", allowed, has_lxc_attach=True, pvesh=found.pvesh)
+    assert sudo.read(listing("    (root) NOPASSWD: /usr/sbin/pct, /usr/bin/pvesh"), "ops").pvesh
+    assert not sudo.read(listing("    (root) NOPASSWD: /usr/sbin/pct"), "ops").pvesh
 
 
 def test_a_sudo_that_never_asks() -> None:
