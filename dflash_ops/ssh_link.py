@@ -139,7 +139,7 @@ class Link:
                     channel.get_pty(*terminal)
                 channel.exec_command(line)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            link.check()
+            link.confirm()
             raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
         return RemoteProcess(link, channel)
 
@@ -150,7 +150,7 @@ class Link:
             with self._counted():
                 return self, self._transport.open_session(timeout=self._dead_after_s)
         except (paramiko.SSHException, OSError, EOFError) as error:
-            self.check()
+            self.confirm()  # no answer in time: of the host, or to this alone?
             if not isinstance(error, paramiko.ChannelException) and str(error) != _REFUSED_TOO:
                 raise OpsError("the host refused to start a command", where=str(self.host), why=str(error)) from error
             if self._sessions == 0 or self._further_left == 0:  # it refuses not one more, but any

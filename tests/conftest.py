@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Who runs us in the background may ignore Ctrl-C; then so would every program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Examples come from a fixed seed: a failure is there again in the next run.
     settings.register_profile("tenth", max_examples=20, deadline=None, derandomize=True)
     settings.register_profile("soak", max_examples=200, deadline=None, derandomize=True)
