@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from dflash_ops import hints
 from dflash_ops.command import Container, Host
 from dflash_ops.inventory import load
 from dflash_ops.sandbox.state import SandboxState
@@ -71,6 +72,8 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, _users_folders: dict[str, Pat
     """No setting of the person who runs the tests reaches them, and nothing is left in that person's folders."""
     for variable, folder in _users_folders.items():
         monkeypatch.setenv(variable, str(folder))
+    hints.said_target(None)  # what a command line in this process said before
+    hints.said_inventory(None)
     for name in (
         "DFLASH_OPS_INVENTORY",
         "DFLASH_OPS_SANDBOX",
