@@ -130,7 +130,7 @@ def test_a_shell(box: Box, cli: Cli, shell: Shell, profile: str) -> None:
     at = box.container.path
     line = (
         f"mkdir -p {at}/releases/r {at}/env/e/bin && ln -sfn releases/r {at}/current && ln -sfn e {at}/env/current && "
-        f'cp /bin/true {at}/env/e/bin/python && printf "%s\\n" "$1" > /root/.profile'
+        f'cp /bin/true {at}/env/e/bin/python && printf "%s\\n" "$1" > ~/.profile'
     )
     shell.run(box.container, Command(("sh", "-c", line, "sh", profile)), check=True)
     try:
@@ -150,7 +150,7 @@ def test_a_shell(box: Box, cli: Cli, shell: Shell, profile: str) -> None:
         person.type("exit 7")
         assert person.code() == 7
     finally:
-        shell.run(box.container, Command(("rm", "/root/.profile")))
+        shell.run(box.container, Command(("sh", "-c", "rm ~/.profile")))
 
 
 def test_a_shell_as_another_user(cli: Cli) -> None:

@@ -16,6 +16,8 @@ from dflash_ops.errors import OpsError, TimedOutError, UnreachableError
 from dflash_ops.shell import Shell
 
 # Each shell's file that is read for a command too, and lines in it that print on both outputs.
+ROOTS_HOME = "/root"  # of the sandbox's hypervisor
+
 NOISE = {
     "/bin/bash": (
         ".bashrc",
@@ -165,7 +167,7 @@ def test_a_shell_that_runs_nothing(
 
 def test_verbs_on_a_host_that_talks(box: Box, shell: Shell, tmp_path: Path) -> None:
     """A deploy by pct push, whose every word on stderr is a failure; and a look at the GPUs."""
-    shell.send(box.host, b"echo Welcome; echo beware >&2\n", "/root/.bashrc")
+    shell.send(box.host, b"echo Welcome; echo beware >&2\n", f"{ROOTS_HOME}/.bashrc")
     try:
         (tmp_path / "trainer").mkdir()
         (tmp_path / "trainer" / "__init__.py").write_bytes(os.urandom(100_000))
@@ -174,4 +176,4 @@ def test_verbs_on_a_host_that_talks(box: Box, shell: Shell, tmp_path: Path) -> N
         assert warned == []
         assert status.gpu_status(shell, box.host, [box.container]).problems == ()
     finally:
-        shell.run(box.host, Command(("rm", "/root/.bashrc")))
+        shell.run(box.host, Command(("rm", f"{ROOTS_HOME}/.bashrc")))
