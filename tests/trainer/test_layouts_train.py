@@ -139,7 +139,9 @@ def test_the_error_of_any_worker_ends_the_training_and_names_it(
         assert any(re.search(worker, note) for note in caught.value.__notes__)
         status = status_of(tmp_path / name)
         assert status.state == "failed" and status.error == "RuntimeError: the cable is loose"
-        assert status.checkpoint is not None and weights(tmp_path / name, status.step)
+        # The last step may be one whose checkpoint was still being written.
+        assert status.checkpoint is not None
+        assert load_file(tmp_path / name / "checkpoints" / status.checkpoint / "model.safetensors")
 
 
 def test_running_out_of_memory_names_the_worker_and_what_to_lower(
