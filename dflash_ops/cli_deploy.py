@@ -283,15 +283,18 @@ def prune(
     """Remove old releases; never the current one, one that a run uses, or the newest that is whole."""
     from dflash_ops import deploy as verbs
 
-    there.serve(lambda at: verbs.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned)
+    there.serve(
+        lambda at: verbs.prune(at.shell, at.place, keep, dry_run=dry_run), lambda done: show_pruned(done, "release")
+    )
 
 
-def _show_pruned(done: "Pruned") -> None:
+def show_pruned(done: "Pruned", what: str) -> None:
+    """For releases and environments alike."""
     verb = "would remove" if done.dry_run else "removed"
     for name in done.removed:
         render.say(f"{verb} {name}")
     for item in done.kept:
         render.say(f"kept {item.id}: {item.why}")
     freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
-    all_of_them = render.count(len(done.removed) + len(done.kept), "release")
+    all_of_them = render.count(len(done.removed) + len(done.kept), what)
     render.say(f"{verb} {len(done.removed)} of {all_of_them} in {done.container}{freed}")

@@ -12,7 +12,6 @@ from dflash_ops.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
     from dflash_ops.command import Container
-    from dflash_ops.deployed import Pruned
     from dflash_ops.environment import Checked, Environment, Synced, WarmedUp
     from dflash_ops.many import At
 
@@ -135,19 +134,12 @@ def prune(
 ) -> None:
     """Remove old environments; never the current one, or one that a run uses."""
     from dflash_ops import environment
+    from dflash_ops.cli_deploy import show_pruned
 
-    there.serve(lambda at: environment.prune(at.shell, at.place, keep, dry_run=dry_run), _show_pruned)
-
-
-def _show_pruned(done: "Pruned") -> None:
-    verb = "would remove" if done.dry_run else "removed"
-    for name in done.removed:
-        render.say(f"{verb} {name}")
-    for item in done.kept:
-        render.say(f"kept {item.id}: {item.why}")
-    freed = "" if done.dry_run else f", {render.size(done.freed)} freed"
-    all_of_them = render.count(len(done.removed) + len(done.kept), "environment")
-    render.say(f"{verb} {len(done.removed)} of {all_of_them} in {done.container}{freed}")
+    there.serve(
+        lambda at: environment.prune(at.shell, at.place, keep, dry_run=dry_run),
+        lambda done: show_pruned(done, "environment"),
+    )
 
 
 @app.command()
