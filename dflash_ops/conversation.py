@@ -11,7 +11,8 @@ from typing import Protocol
 from dflash_ops.command import Command, Place, Result
 from dflash_ops.errors import TimedOutError
 
-# How often a wait looks round, in seconds.
+# How often a wait looks round, in seconds. A wait without an end would lose a Ctrl-C that comes to another thread, or
+# just before this one begins to wait for a lock: Python then only notes it.
 TICK_SECONDS = 0.5
 # An exit code follows the end of the output at once, unless the link broke.
 CODE_SECONDS = 15.0

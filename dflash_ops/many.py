@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dflash_ops.command import Container, Host
+from dflash_ops.conversation import TICK_SECONDS
 from dflash_ops.errors import OpsError
 from dflash_ops.progress import Advance, Progress
 from dflash_ops.shell import Shell
@@ -163,7 +164,7 @@ class _Work(Generic[P, T]):
                         self._begin(task)
                     if self._fatal is not None or all(task.outcome is not None for task in self._tasks):
                         break
-                    self._changed.wait()
+                    self._changed.wait(TICK_SECONDS)
         except KeyboardInterrupt:
             self._interrupted.set()
             with contextlib.suppress(KeyboardInterrupt):  # a second one: at once

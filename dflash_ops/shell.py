@@ -382,7 +382,7 @@ class Shell:
                 known.coming = self._connecting(host)
             coming = known.coming
         try:
-            link = coming.result()
+            link = _heard(coming)
         except OpsError as error:
             raise copy.copy(error) from error  # whoever gets it may write more into it
         finally:
@@ -454,6 +454,15 @@ class Shell:
             return code
         finally:
             process.end()
+
+
+def _heard(coming: "Future[Link]") -> "Link":
+    """Its result. Looks up now and then: see TICK_SECONDS."""
+    from concurrent.futures import wait
+
+    while not coming.done():
+        wait([coming], timeout=TICK_SECONDS)
+    return coming.result()
 
 
 def _after(seconds: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -346,6 +347,25 @@ def test_a_server_that_never_speaks(container: Container) -> None:
         mute = replace(container.host, port=listener.getsockname()[1])
         with pytest.raises(UnreachableError, match="the host can't be reached"):
             shell.run(mute, Command(("true",)))
+
+
+def test_ctrl_c_ends_the_wait_for_a_connection(container: Container) -> None:
+    """Also where it comes to another thread, which leaves the main one's wait as it is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, Shell(connect_timeout=60) as shell:
+
+        def break_off() -> None:
+            with listener.accept()[0]:
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+                heard.append(over.wait(20))
+
+        over, heard = threading.Event(), list[bool]()
+        server = threading.Thread(target=break_off)
+        server.start()
+        with pytest.raises(KeyboardInterrupt):
+            shell.run(replace(container.host, port=listener.getsockname()[1]), Command(("true",)))
+        over.set()
+        server.join()
+        assert heard == [True]
 
 
 def test_a_refused_key(shell: Shell, container: Container, tmp_path: Path) -> None:
