@@ -458,10 +458,9 @@ class Shell:
 
 def _heard(coming: "Future[Link]") -> "Link":
     """Its result. Looks up now and then: see TICK_SECONDS."""
-    from concurrent.futures import wait
-
     while not coming.done():
-        wait([coming], timeout=TICK_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            return coming.result(TICK_SECONDS)
     return coming.result()
 
 
