@@ -10,18 +10,18 @@ stopped waiting, not that it has ended.
 """
 
 import contextlib
-import copy
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from dflash_ops import framing, sudo
 from dflash_ops.command import Command, Container, Host, Local, Place, Query, Result, Sudo, line, pct
+from dflash_ops.connection import Connection
 from dflash_ops.conversation import CODE_SECONDS, TICK_SECONDS, Conversation, Process, brief, feed_process, timed_out
 from dflash_ops.errors import LinkLostError, NotFoundError, OpsError, PreflightError, UnreachableError, UsageFault
 from dflash_ops.framing import Framed
@@ -30,8 +30,6 @@ from dflash_ops.local_process import LocalProcess, on_terminal
 from dflash_ops.upload import cat_command, not_sent, over_sftp, room_command, through_cat
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from dflash_ops.ssh import Link
 
 T = TypeVar("T")
@@ -40,19 +38,6 @@ OnBytes = Callable[[bytes], None]
 _ASIDE_SECONDS = 15.0  # for a question of our own beside the caller's command
 # On a terminal the words travel in the one line that sshd gives the login shell, and Linux takes no longer word.
 _LONGEST_LINE = (1 << 17) - 1
-
-
-@dataclass
-class _Known:
-    """What this Shell has learned of a host."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    link: "Link | None" = None
-    coming: "Future[Link] | None" = None  # an attempt to connect, until somebody has heard what became of it
-    has_lxc_attach: bool | None = None
-    without_sftp: bool = False
-    rights: sudo.Rights | None = None
-    asking: threading.Lock = field(default_factory=threading.Lock)  # for the rights, one at a time
 
 
 class Shell:
@@ -70,7 +55,7 @@ class Shell:
         self._command_timeout = command_timeout
         self._on_break = on_break
         self._lock = threading.Lock()
-        self._hosts: dict[Host, _Known] = {}
+        self._hosts: dict[Host, Connection] = {}
         self._token = secrets.token_hex(4)  # no login script prints it
 
     def __enter__(self) -> "Shell":
@@ -81,22 +66,10 @@ class Shell:
 
     def close(self) -> None:
         """Ends all connections. Whoever waits for one that is coming hears that at once."""
-        from concurrent.futures import InvalidStateError
-
         with self._lock:
             hosts, self._hosts = self._hosts, {}
-        for host, known in hosts.items():
-            with known.lock:
-                link, coming = known.link, known.coming
-            if link is not None:
-                link.close()
-            if coming is None:
-                continue
-            try:
-                coming.set_exception(UnreachableError("the connection was closed", where=str(host)))
-            except InvalidStateError:  # it has come, or failed
-                if coming.exception() is None:
-                    coming.result().close()
+        for known in hosts.values():
+            known.close()
 
     def again(self, error: UnreachableError) -> None:
         """For a verb that goes on after a broken link: says so, and the next command connects anew."""
@@ -113,33 +86,7 @@ class Shell:
 
     def begin(self, host: Host) -> None:
         """Begins to connect in a thread. Whoever needs the connection next waits for it, or hears why there is none."""
-        known = self._known(host)
-        with known.lock:
-            if known.link is None and known.coming is None:
-                known.coming = self._connecting(host)
-
-    def _connecting(self, host: Host) -> "Future[Link]":
-        from concurrent.futures import Future, InvalidStateError
-
-        from dflash_ops.ssh import connect
-
-        coming: Future[Link] = Future()
-
-        def run() -> None:
-            try:
-                link = connect(host, timeout=self._connect_timeout)
-            except BaseException as error:
-                with contextlib.suppress(InvalidStateError):  # nobody waits any more
-                    coming.set_exception(error)
-                return
-            try:
-                coming.set_result(link)
-            except InvalidStateError:
-                link.close()
-
-        # Nobody waits for it at the end: a host may take long to say nothing.
-        threading.Thread(target=run, name=f"connecting {host}", daemon=True).start()
-        return coming
+        self._known(host).begin()
 
     # -- commands
 
@@ -368,29 +315,14 @@ class Shell:
 
     # -- underneath
 
-    def _known(self, host: Host) -> _Known:
+    def _known(self, host: Host) -> Connection:
         with self._lock:
-            return self._hosts.setdefault(host, _Known())
+            return self._hosts.setdefault(host, Connection(host, self._connect_timeout))
 
     def _link(self, host: Host) -> "Link":
-        """The open connection, made now if there is none. All who wait for one attempt share what becomes of it."""
-        known = self._known(host)
-        with known.lock:
-            if known.coming is None:
-                if known.link is not None and known.link.is_open:
-                    return known.link
-                known.coming = self._connecting(host)
-            coming = known.coming
-        try:
-            link = _heard(coming)
-        except OpsError as error:
-            raise copy.copy(error) from error  # whoever gets it may write more into it
-        finally:
-            with known.lock:
-                if known.coming is coming and coming.done():
-                    known.coming = None
-                    known.link = None if coming.exception() else coming.result()
-        return link if link.is_open else self._link(host)  # begun long ago, perhaps
+        """The open connection. One that was begun long ago may have broken since: then it is made once more."""
+        link = self._known(host).connected()
+        return link if link.is_open else self._known(host).connected()
 
     def _confirm(self, place: Place) -> None:
         """After a time-out: LinkLostError if it is the link that is silent."""
@@ -454,14 +386,6 @@ class Shell:
             return code
         finally:
             process.end()
-
-
-def _heard(coming: "Future[Link]") -> "Link":
-    """Its result. Looks up now and then: see TICK_SECONDS."""
-    while not coming.done():
-        with contextlib.suppress(TimeoutError):
-            return coming.result(TICK_SECONDS)
-    return coming.result()
 
 
 def _after(seconds: float | None) -> float | None:

@@ -59,11 +59,13 @@ PURE = {
     "terminal": {"leaving"},
     "conversation": {"command", "errors"},
     "gate": {"command", "errors"},
+    "connection": {"command", "conversation", "errors", "ssh", "sudo"},
     "upload": {"command", "conversation", "errors", "ssh"},
     "local_process": {"command"},
     "framing": {"command", "conversation", "errors", "shell_text"},
     "shell": {
         "command",
+        "connection",
         "conversation",
         "errors",
         "framing",
