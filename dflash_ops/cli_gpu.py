@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_ops import render
-from dflash_ops.cli_many import There, in_containers, leave
+from dflash_ops.cli_many import INTERRUPTED, There, in_containers, leave
 from dflash_ops.errors import CancelledError, OpsError, PreflightError, UsageFault
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def gpu_status(
             quiet=True,
             board=many.Board() if watch else None,
         )
+        if watch and any(it.error is not None and it.error.exit_code == INTERRUPTED for it in found):
+            raise typer.Exit(INTERRUPTED)  # Ctrl-C while a host was asked
         code = _show(there, found, everywhere, clear=watch and sys.stdout.isatty())
         if not watch:
             break
@@ -163,7 +165,11 @@ def _ask(looks: "list[tuple[Look, list[Holder]]]") -> None:
         if len(looks) > 1:
             render.note(f"{found.container}:")
         render_gpus.note_holders(chosen)
-    if not typer.confirm("End these processes?", err=True):
+    try:
+        agreed = typer.confirm("End these processes?", err=True)
+    except typer.Abort:  # Ctrl-C, or the end of the input
+        agreed = False
+    if not agreed:
         raise CancelledError("nothing was ended", where=where)
 
 

@@ -101,10 +101,11 @@ _TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
 
 def remove_files(runs: set[str]) -> list[str]:
     """Removes shared memory and temporary files whose names carry one of these runs' whole id; what links point to
-    stays. Says which."""
+    stays, and so does what another user owns or what lies on a mount. Says which."""
     marks = [re.compile(rf"(?<![A-Za-z0-9-]){re.escape(run)}(?![A-Za-z0-9-])") for run in sorted(runs)]
     removed: list[str] = []
-    for folder in _TEMPORARY if marks else ():
+    mounted = _mount_points() if marks else []
+    for folder in _TEMPORARY if marks and mounted is not None else ():
         try:
             names = sorted(os.listdir(folder))
         except OSError:
@@ -113,7 +114,12 @@ def remove_files(runs: set[str]) -> list[str]:
             if not any(mark.search(name) for mark in marks):
                 continue
             file = os.path.join(folder, name)
+            below = os.path.join(os.path.realpath(folder), name)
+            if any(point == below or point.startswith(f"{below}/") for point in mounted or ()):
+                continue  # its files are somebody's, by another name
             try:
+                if os.lstat(file).st_uid != os.geteuid():
+                    continue
                 if os.path.isdir(file) and not os.path.islink(file):
                     shutil.rmtree(file)
                 else:
@@ -122,6 +128,16 @@ def remove_files(runs: set[str]) -> list[str]:
                 continue  # in use, or gone meanwhile
             removed.append(file)
     return removed
+
+
+def _mount_points() -> list[str] | None:
+    """Where something is mounted, as this namespace sees it; None when that can't be read."""
+    try:
+        rows = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").split("\n")
+    except OSError:
+        return None
+    octal = re.compile(r"\\([0-7]{3})")  # a space is \040
+    return [octal.sub(lambda it: chr(int(it.group(1), 8)), row.split(" ")[4]) for row in rows if row.count(" ") > 4]
 
 
 def ancestors() -> set[int]:

@@ -2,6 +2,7 @@
 away, or have an old driver."""
 
 import contextlib
+import inspect
 import json
 import os
 import stat
@@ -14,10 +15,11 @@ from typing import Any
 
 import gpu_scenes
 import pytest
+import typer
 from conftest import Box, Cli, write_inventory
 
-from dflash_ops import cli_gpu, gpu_free, gpu_join, gpus, render_gpus, status
-from dflash_ops.command import Command, Container
+from dflash_ops import cli_gpu, cli_many, gpu_free, gpu_join, gpus, many, render_gpus, status
+from dflash_ops.command import Command, Container, Host
 from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError
 from dflash_ops.remote import gpuproof, gpuview, owners, processes
 from dflash_ops.sandbox import layout
@@ -190,6 +192,13 @@ def test_somebody_is_asked_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             cli_gpu._ask([(look(holder(5)), [holder(5)])])
         assert "5: 100 MiB, 1 s old, of no run, user root: python" in capsys.readouterr().err
 
+    def aborted(*_: Any, **__: Any) -> None:
+        raise typer.Abort
+
+    monkeypatch.setattr("typer.confirm", aborted)
+    with pytest.raises(CancelledError, match="nothing was ended"):
+        cli_gpu._ask([(look(holder(5)), [holder(5)])])
+
 
 def test_who_started_us_is_never_ended() -> None:
     assert {os.getpid(), os.getppid(), 1} <= owners.ancestors()
@@ -206,7 +215,43 @@ def test_a_link_with_a_runs_id_is_removed_and_not_what_it_points_to(
     assert (tmp_path / "kept" / "file").exists()
 
 
+def test_what_is_mounted_and_what_others_own_is_no_file_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "_TEMPORARY", (str(tmp_path),))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").touch()
+    inside = tmp_path / f"{RUN} two" / "sub"
+    inside.mkdir(parents=True)
+    (tmp_path / f"another.{RUN}").touch()
+    os.chown(tmp_path / f"another.{RUN}", 12345, 12345)
+    (tmp_path / f"own.{RUN}").touch()
+    subprocess.run(["mount", "--bind", tmp_path / "data", inside], check=True)
+    try:
+        assert owners.remove_files({RUN}) == [str(tmp_path / f"own.{RUN}")]
+        assert (tmp_path / "data" / "precious").exists() and (tmp_path / f"another.{RUN}").exists()
+    finally:
+        subprocess.run(["umount", inside], check=True)
+
+
 # -- gpu-status of several hosts, and again and again
+
+
+def test_ctrl_c_ends_a_watch_while_a_host_is_asked(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
+    class Broken(cli_many.There):
+        def gather(self, *_: Any, **__: Any) -> Any:
+            asked.append(1)
+            if len(asked) > 1:
+                raise AssertionError("it was asked again")
+            host = Host("box", "127.0.0.1")
+            return [many.Outcome("box", host, None, many.Interrupted("interrupted"), 0.0)]
+
+    asked: list[int] = []
+    monkeypatch.setattr(cli_gpu, "_hosts", lambda there: ({}, [], {}))
+    there = Broken(shell, None, None, None, as_json=False, many=False, debug=False)
+    with pytest.raises(typer.Exit) as ended:
+        inspect.unwrap(cli_gpu.gpu_status)(there, everywhere=False, watch=True, every=0.2)
+    assert ended.value.exit_code == 130
 
 
 def test_all_and_watch_on_the_command_line(sandbox: SandboxState, tmp_path: Path) -> None:
