@@ -10,17 +10,20 @@ end the earlier runs; and compares the memory with what it was before them. Befo
 the GPUs that nvidia-smi names. Without a GPU the sandbox's fake ones serve, which proves this script only.
 
 --out keeps what nvidia-smi, the driver's table, gpu-status and doctor said, and on a machine with a GPU the samples of
-tests/samples/record.py (FOLDER/samples): one run is all that such a machine is needed for.
+tests/samples/record.py (FOLDER/samples): one run is all that such a machine is needed for. So a part that fails is told
+in "wrong" and the others go on; result.json is written after each. --seconds: no further round begins after so many.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +31,7 @@ from typing import Any
 
 from dflash_ops import gpu_free, gpu_locks, gpus, status
 from dflash_ops.command import Command, Container, Host
+from dflash_ops.errors import OpsError
 from dflash_ops.inventory import load
 from dflash_ops.sandbox import down, up
 from dflash_ops.shell import Shell
@@ -80,7 +84,11 @@ if kind == "double fork":
     os.setsid()
 if kind == "zombie" and os.fork() == 0:
     os._exit(0)
-taken = take()
+try:
+    taken = take()
+except Exception as error:
+    tell({"error": repr(error)})
+    os._exit(1)
 if kind == "dead parent":
     tell(fork())
     os.kill(os.getpid(), signal.SIGKILL)
@@ -128,6 +136,7 @@ class Truth:
     def __init__(self, shell: Shell, own: Container, neighbour: Container, out: Path | None) -> None:
         self.shell, self.own, self.neighbour, self.host, self.out = shell, own, neighbour, own.host, out
         self.wrong: list[str] = []
+        self.notes: list[str] = []
 
     def launch(self, place: Container | Host, scenes: Sequence[tuple[str, int, str | None]]) -> list[list[int]]:
         """The pids, as the place numbers them, of (kind, MiB, run id)."""
@@ -184,7 +193,8 @@ class Truth:
         found = status.gpu_status(self.shell, self.host, [self.own, self.neighbour], self.own)
         asked = ("nvidia-smi", f"--query-compute-apps={','.join(gpus.APP_FIELDS)}", "--format=csv,noheader,nounits")
         out = self.shell.run(self.host, Command(asked), check=True).out.decode()
-        rows = {(app.gpu_uuid, app.pid): app.used_mib for app in gpus.parse_apps(out)}
+        every = {(app.gpu_uuid, app.pid): app.used_mib for app in gpus.parse_apps(out)}
+        rows = {key: mib for key, mib in every.items() if mib is not None}
         told = {(it.gpu_uuid, it.pid): it.used_mib for it in found.processes if it.used_mib is not None}
         if rows != told:
             self.wrong.append(f"{name}: nvidia-smi has {rows}, gpu-status {told}")
@@ -210,6 +220,8 @@ class Truth:
         asked = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
         rows = gpus.parse_indices(self.shell.run(self.host, Command(asked), check=True).out.decode())
         show = Command(("sh", "-c", "for fd in /proc/$$/fd/*; do readlink $fd; done | grep -o 'gpu-.*lock'; true"))
+        # On a rented machine /proc may show the cards of others, which nvidia-smi does not: then it counts otherwise.
+        listed = self.shell.run(self.host, Command(("ls", "/proc/driver/nvidia/gpus"))).out.split()
         told: list[list[str]] = []
         for uuid, index in rows.items():
             for by in ("table", "nvidia-smi", "UUID"):
@@ -220,7 +232,9 @@ class Truth:
                 files = sorted(done.out.decode().split())
                 told.append([by, *files])
                 if files != sorted([f"gpu-{index}.lock", f"gpu-{uuid}.lock"]):
-                    self.wrong.append(f"locks of GPU {index}, {uuid}, by {by}: {files}")
+                    others = by != "nvidia-smi" and len(listed) != len(rows)
+                    said = f"locks of GPU {index}, {uuid}, by {by}: {files}; /proc has {len(listed)} cards"
+                    (self.notes if others else self.wrong).append(said)
         return told
 
     def keep(self, name: str, *words: str) -> None:
@@ -275,9 +289,9 @@ class Truth:
                     self.wrong.append(f"round {number}: {place}: only {self.alive(place, pids)} of {pids} live on")
             self.look(f"round{number}-freed")
         finally:
-            for place, pids in others.items():
-                self.end(place, pids)
-            self.end(self.own, left)
+            for place, pids in [*others.items(), (self.own, left)]:
+                with contextlib.suppress(OpsError):  # the others are to be ended all the same
+                    self.end(place, pids)
         apart = [round(now - was, 1) for now, was in zip(after, before, strict=True)]
         if any(abs(it) > MIB_APART for it in apart):
             self.wrong.append(f"round {number}: {apart} MiB are not back")
@@ -299,56 +313,130 @@ class Truth:
 _KINDS = ("live", "dead parent", "double fork", "workers", "zombie")
 
 
+class Report:
+    """What was found, on the disk after every part. A part that fails is one more thing that is wrong."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.out, self.wrong, self.rounds = out, list[str](), list[dict[str, Any]]()
+        self.parts: dict[str, Any] = {}
+        self.locks: Any = None
+        self.notes: list[str] = []
+        self.began = time.monotonic()
+
+    def part(self, name: str, verb: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        found = None
+        try:
+            found = verb()
+        except (Exception, SystemExit) as fault:
+            traceback.print_exc()
+            self.wrong.append(f"{name}: {type(fault).__name__}: {str(fault)[-500:]}")
+        self.parts[name] = {"seconds": round(time.monotonic() - began, 1)}
+        self.write()
+        return found
+
+    def value(self) -> dict[str, Any]:
+        return {
+            "parts": self.parts,
+            "locks": self.locks,
+            "rounds": self.rounds,
+            "notes": self.notes,
+            "wrong": self.wrong,
+        }
+
+    def write(self) -> None:
+        if self.out:
+            (self.out / "result.json").write_text(json.dumps(self.value(), indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="gpu-status and gpu free against real CUDA processes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--bind", type=Path, action="append", default=[], help="a folder that the sandbox needs too")
     asked = parser.parse_args()
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
-    name = f"gpu-truth-{os.getpid()}"
+    real = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    report = Report(asked.out)
+    report.write()
+    shown: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         inventory = Path(folder) / "dflash-ops.toml"
-        count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2  # the sandbox has two where the machine has none
-        table = '[containers.{}]\nhost = "box"\nvmid = {}\npython = "sandbox"\npath = "/opt/truth"\n'
-        table += f"gpus = {list(range(count))}\n"
-        hosts = f'default = "own"\n[hosts.box]\nsandbox = "{name}"\n'
-        inventory.write_text(hosts + table.format("own", 200) + table.format("neighbour", 201))
-        up(name=name, owner=os.getpid())
+        name = f"gpu-truth-{os.getpid()}"
+        write_inventory(inventory, name)
         try:
-            with Shell() as shell:
-                book = load(inventory)
-                truth = Truth(shell, book.container("own"), book.container("neighbour"), asked.out)
-                locks = truth.locks()
-                rounds = [truth.round(number) for number in range(asked.rounds)]
-                truth.keep(
-                    "driver.txt", "sh", "-c", "head -n 99 /proc/driver/nvidia/version /proc/driver/nvidia/gpus/*/*"
-                )
-                truth.keep("nvidia-smi-q.txt", "nvidia-smi", "-q")
-                truth.keep("help-query-gpu.txt", "nvidia-smi", "--help-query-gpu")
-                environment = {**os.environ, "DFLASH_OPS_INVENTORY": str(inventory)}
-                verbs = (["gpu-status"], ["doctor"], ["doctor", "--json"])
-                with ThreadPoolExecutor(2) as pool:
-                    shown = list(pool.map(_said, verbs, [environment] * len(verbs)))
+            report.part("up", lambda: up(name=name, owner=os.getpid(), binds=asked.bind))
+            report.part("sandbox", lambda: in_sandbox(report, inventory, asked.rounds, asked.seconds, shown))
         finally:
-            down(name)
-    if asked.out and list(Path("/dev").glob("nvidia[0-9]*")):
-        (asked.out / "samples").mkdir(exist_ok=True)
-        record = Path(__file__).parents[1] / "tests/samples/record.py"
-        recorded = subprocess.run([sys.executable, record, asked.out / "samples"], capture_output=True, text=True)
-        if recorded.returncode:
-            truth.wrong.append(f"record.py: {recorded.stderr.strip()[-500:]}")
-    result = {"locks": locks, "rounds": rounds, "wrong": truth.wrong}
-    print(json.dumps(result, indent=1))
+            report.part("down", lambda: down(name))
+    if asked.out and real:
+        report.part("samples", lambda: record_samples(asked.out / "samples"))
+    print(json.dumps(report.value(), indent=1))
     print(*shown, sep="\n")
     if asked.out:
-        (asked.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         (asked.out / "shown.txt").write_text("\n".join(shown))
-    sys.exit(bool(truth.wrong))
+    sys.exit(bool(report.wrong))
+
+
+def write_inventory(file: Path, sandbox: str) -> None:
+    count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2  # the sandbox has two where the machine has none
+    table = '[containers.{}]\nhost = "box"\nvmid = {}\npython = "sandbox"\npath = "/opt/truth"\n'
+    table += f"gpus = {list(range(count))}\n"
+    hosts = f'default = "own"\n[hosts.box]\nsandbox = "{sandbox}"\n'
+    file.write_text(hosts + table.format("own", 200) + table.format("neighbour", 201))
+
+
+def in_sandbox(report: Report, inventory: Path, rounds: int, seconds: float, shown: list[str]) -> None:
+    with Shell() as shell:
+        book = load(inventory)
+        truth = Truth(shell, book.container("own"), book.container("neighbour"), report.out)
+        truth.wrong, truth.notes = report.wrong, report.notes
+        report.locks = report.part("locks", truth.locks)
+        for number in range(rounds):
+            if time.monotonic() - report.began > seconds:
+                report.wrong.append(f"round {number}: no time was left for it")
+                break
+            told = report.part(f"round {number}", lambda number=number: truth.round(number))
+            if told is not None:
+                report.rounds.append(told)
+                report.write()
+        table = "head -n 99 /proc/driver/nvidia/version /proc/driver/nvidia/gpus/*/*"
+        report.part("table", lambda: truth.keep("driver.txt", "sh", "-c", table))
+        report.part("nvidia-smi -q", lambda: truth.keep("nvidia-smi-q.txt", "nvidia-smi", "-q"))
+        report.part("help", lambda: truth.keep("help-query-gpu.txt", "nvidia-smi", "--help-query-gpu"))
+        environment = {**os.environ, "DFLASH_OPS_INVENTORY": str(inventory)}
+        verbs = (["gpu-status"], ["doctor"], ["doctor", "--json"])
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(_said, words, environment) for words in verbs]
+        for words, it in zip(verbs, waiting, strict=True):
+            shown.append(report.part(" ".join(words), it.result) or f"$ dflash-ops {' '.join(words)}: failed")
+
+
+def record_samples(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    recorder = Path(__file__).parents[1] / "tests/samples/record.py"
+    # In a group of its own, so that what it started ends with it when it hangs.
+    asked = subprocess.Popen(
+        [sys.executable, recorder, folder],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, errors = asked.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(asked.pid, 9)
+        raise
+    if asked.returncode:
+        raise RuntimeError(errors.decode(errors="replace").strip()[-500:])
 
 
 def _said(words: list[str], environment: dict[str, str]) -> str:
-    done = subprocess.run([sys.executable, "-m", "dflash_ops", *words], env=environment, capture_output=True, text=True)
+    line = [sys.executable, "-m", "dflash_ops", *words]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
     return f"$ dflash-ops {' '.join(words)} (exit code {done.returncode})\n{done.stdout}{done.stderr}"
 
 
