@@ -170,7 +170,10 @@ def _devices(container: Container, facts: Facts, inside: Mapping[str, Any]) -> l
     smi = re.search(r"NVIDIA-SMI version\s*:\s*(\d\S*)", inside["asked"]["smi"]["out"])
     libraries = inside["libcuda"] or ([smi.group(1)] if smi else [])
     answered = inside["asked"]["smi"]
-    if not libraries or "mismatch" in answered["out"]:
+    if "no answer" in answered["why"]:
+        fix = "on the host: journalctl -k --grep NVRM; then restart the host"
+        checks.append(Check("nvidia-smi", where, "failure", f"{answered['why']}: the driver hangs", fix))
+    elif not libraries or "mismatch" in answered["out"]:
         fix = f"in the container: ./NVIDIA-Linux-x86_64-{driver or 'VERSION'}.run --no-kernel-module"
         words = answered["out"].strip().split("\n")[-1] or "there is no libcuda and no nvidia-smi"
         checks.append(Check("user libraries", where, "failure", words, fix))
@@ -194,6 +197,10 @@ def _devices(container: Container, facts: Facts, inside: Mapping[str, Any]) -> l
         if node["major"] is not None and wanted is not None and node["major"] != wanted:
             evidence = f"/dev/{name} has major {node['major']}, the kernel's is {wanted}"
             checks.append(Check("stale node", where, "failure", evidence, f"on the host: pct reboot {container.vmid}"))
+        elif node["refused"].startswith("no answer"):
+            fix = "on the host: journalctl -k --grep NVRM; then restart the host"
+            evidence = f"/dev/{name} can't be opened, {node['refused']}: the driver hangs"
+            checks.append(Check("node", where, "failure", evidence, fix))
         elif node["refused"]:
             evidence = f"/dev/{name} can't be opened: {node['refused']}"
             fix = f"on the host: pct set {container.vmid} --devN /dev/{name},mode=0666; pct reboot {container.vmid}"
@@ -223,7 +230,7 @@ def _major(node: str, majors: Mapping[str, int]) -> int | None:
 def _order(container: Container, gpus: Sequence[Gpu]) -> list[Check]:
     """Whether the inventory numbers the GPUs as host and container do: else each start is asked for twice."""
     there = {gpu.in_container[container.vmid]: gpu.index for gpu in gpus if container.vmid in gpu.in_container}
-    seen = tuple(there.get(number) for number in range(len(there)))
+    seen = tuple(index for _, index in sorted(there.items()))
     where = str(container)
     if not there:
         fix = "in the container: nvidia-smi -L"
@@ -231,6 +238,11 @@ def _order(container: Container, gpus: Sequence[Gpu]) -> list[Check]:
     if not container.gpus:
         evidence = "the inventory declares no GPUs, so that a start takes no locks: another container may take them too"
         return [Check("GPU locks", where, "note", evidence, f"in the inventory: gpus = {list(seen)}")]
+    if len(there) < len(container.gpus) or None in seen:
+        evidence = (
+            f"of {len(container.gpus)} GPUs nvidia-smi in the container shows {len(there)}, not all of the host's"
+        )
+        return [Check("GPU order", where, "failure", evidence, "dflash-ops gpu-status; on the host: nvidia-smi -L")]
     if seen != container.gpus:
         evidence = f"the inventory says gpus = {list(container.gpus)}, in the order of the container it is {list(seen)}"
         return [Check("GPU order", where, "warning", evidence, f"in the inventory: gpus = {list(seen)}")]
@@ -278,9 +290,10 @@ def _cards(container: Container, seen: GpuStatus) -> list[Check]:
     """What gpu-status says of the container's cards; of all when none are declared."""
     checks: list[Check] = []
     for gpu in seen.gpus:
-        if container.gpus and gpu.index not in container.gpus:
+        if container.gpus and gpu.index is not None and gpu.index not in container.gpus:
             continue
-        where, number = f"{seen.host} GPU {gpu.index}", gpu.index
+        number = gpu.uuid if gpu.index is None else gpu.index
+        where = f"{seen.host} GPU {number}"
         level: Level = {"ok": "ok", "warning": "warning", "sick": "failure"}.get(gpu.health, "note")  # pyright: ignore[reportAssignmentType]
         words = "; ".join(gpu.findings) or f"{gpu.name}, driver {gpu.driver}"
         checks.append(Check("health", where, level, words, "dflash-ops gpu-status" if gpu.findings else None))

@@ -23,6 +23,7 @@ from dflash_ops.gpus import (
     parse_apps,
     parse_gpus,
     parse_indices,
+    untold,
 )
 from dflash_ops.runs import Run, run_of
 from dflash_ops.xids import Xid
@@ -38,6 +39,12 @@ _RECOVERY = {
 _KINDS: Mapping[str, Kind] = {"run": "run", "earlier": "stale", "unknown": "container"}
 _OWNERS: Mapping[Kind, Owner] = {"run": "run", "stale": "earlier"}
 _NOTHING: Mapping[str, Any] = {}
+_NO_ANSWER = "no answer"  # what the probe says of an nvidia-smi that hangs
+_LOST = "nvidia-smi does not tell of it"
+# Lines that nvidia-smi says beside its rows: so many are shown, of such a length.
+_LINES, _LINE = 5, 200
+# They hold every GPU of the host, and keep no memory of the dead.
+_MONITORS = ("nvidia-persistenced", "nv-hostengine", "dcgm-exporter", "nvidia-smi")
 
 
 def by_vmid(views: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
@@ -67,7 +74,10 @@ def join(
     for; None: the only one, if there is one."""
     if own is None and len(containers) == 1:
         own = next(iter(containers))
-    gpus = parse_gpus(view["smi"]["gpus"]["out"], _indices(containers), _fields(view))
+    indices = _indices(containers)
+    gpus = parse_gpus(view["smi"]["gpus"]["out"], indices, _fields(view))
+    gpus = list({gpu.uuid: gpu for gpu in gpus}.values())
+    gpus += _untold(gpus, view, indices)
     apps = parse_apps(view["smi"]["apps"]["out"])
     by_minor = _uuid_by_minor(gpus, view["minors"])
     charged = _charges(
@@ -89,9 +99,7 @@ def join(
     for holder in [*view["holders"], *_told_inside(view, containers)]:
         vmid: int | None = vmids.get(holder["pid_namespace"], holder["vmid"])
         inside_host = vmid is None and holder["pid_namespace"] == view["pid_namespace"]
-        container_pid: int | None = (
-            holder["namespace_pids"][-1] if not inside_host and holder["namespace_pids"] else None
-        )
+        container_pid = None if inside_host else _pid_there(holder)
         own_words = said.get((vmid or 0, container_pid or 0, holder["start"]), _NOTHING)
         run_id: str | None = own_words.get("run_id") or holder["run_id"]
         run = runs.get(vmid or 0, {}).get(run_id or "")
@@ -100,7 +108,8 @@ def join(
             kind = _KINDS[own_words["owner"]]
         elif run is not None:
             kind = "run" if run.state.live else "stale"
-        cards = {by_minor[minor] for minor in holder["minors"] if minor in by_minor}
+        # With a GPU that nobody tells of, the node's name has to do.
+        cards = {by_minor.get(minor, f"/dev/nvidia{minor}") for minor in holder["minors"]}
         if not holder["minors"]:  # its files can't be read; nvidia-smi names it
             cards = {uuid for uuid, pid in charged if pid == holder["pid"]}
         for uuid in sorted(cards):
@@ -135,9 +144,7 @@ def join(
 
 def _told_inside(view: Mapping[str, Any], containers: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The holders that only their containers tell of, as the host would: its login user may not look into them."""
-    outside = {
-        (it["vmid"], it["namespace_pids"][-1], it["start"]): it for it in view.get("hidden", ()) if it["namespace_pids"]
-    }
+    outside = {(it["vmid"], _pid_there(it), it["start"]): it for it in view.get("hidden", ()) if it["namespace_pids"]}
     known = {it["pid"] for it in view["holders"]}
     found: list[dict[str, Any]] = []
     for vmid, inside in containers.items():
@@ -146,6 +153,23 @@ def _told_inside(view: Mapping[str, Any], containers: Mapping[int, Mapping[str, 
             if it is not None and it["pid"] not in known:
                 found.append({**holder, **it, "pid_namespace": inside["pid_namespace"]})
     return found
+
+
+def _pid_there(holder: Mapping[str, Any]) -> int | None:
+    """The pid in the container, which is the first namespace below the host's; what a container has started in one of
+    its own has a further one."""
+    pids = holder["namespace_pids"]
+    return pids[min(1, len(pids) - 1)] if pids else None
+
+
+def _untold(gpus: Sequence[Gpu], view: Mapping[str, Any], indices: Mapping[str, Mapping[int, int]]) -> list[Gpu]:
+    """The GPUs that the driver has, and that nvidia-smi does not tell of: it hangs, or lost them."""
+    told = view["smi"]["gpus"]
+    if told["code"] is None and _NO_ANSWER not in told["why"]:
+        return []  # there is no nvidia-smi
+    known = {gpu.uuid for gpu in gpus}
+    cards = [card for card in view.get("cards", ()) if card["uuid"] not in known]
+    return [untold(card, _LOST, indices.get(card["uuid"], {})) for card in cards]
 
 
 def _charges(
@@ -195,6 +219,8 @@ def _judged(gpu: Gpu, found: Sequence[Xid]) -> Gpu:
     warnings: list[str] = []
     lost = sorted({why for why in gpu.missing.values() if "is lost" in why or "requires reset" in why or why == "ERR!"})
     sick += [f"nvidia-smi says {why}: restart the host" for why in lost]
+    if gpu.missing.get("index") == _LOST:
+        sick.append(f"{_LOST}, though the driver has it: look into journalctl -k --grep NVRM on the host; restart it")
     if gpu.recovery_action not in (None, "None"):
         advice = _RECOVERY.get(gpu.recovery_action, "see NVIDIA's words on recovery actions")
         sick.append(f"the driver wants: {gpu.recovery_action}; {advice}")
@@ -234,7 +260,11 @@ def _seconds(moment: str | None) -> float | None:
 def _uncharged(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any]) -> GpuProcess:
     """A charge to a process that holds no device. The driver charges memory to the process that opened the device, also
     when it is dead and only a child, which inherited the descriptor and is itself charged with nothing, keeps it."""
-    living = [it for it in holders if it.gpu_uuid == app.gpu_uuid and it.used_mib is None]
+    living = [
+        it
+        for it in holders
+        if it.gpu_uuid == app.gpu_uuid and it.used_mib is None and not (it.kind == "host" and _is_monitor(it.command))
+    ]
     # A child that is still in the dead one's process group is certainly its own; else whoever is in a container.
     group = {holder["pid"] for holder in view["holders"] if holder["group"] == app.pid}
     own = [it for it in living if it.pid in group] or [it for it in living if it.kind != "host"] or living
@@ -253,6 +283,10 @@ def _uncharged(app: App, holders: Sequence[GpuProcess], view: Mapping[str, Any])
         held_by=tuple(it.pid for it in own),
         owner=heir.owner if heir else "nobody",
     )
+
+
+def _is_monitor(command: str) -> bool:
+    return command.split(" ")[0].rpartition("/")[2] in _MONITORS
 
 
 def _indices(containers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, int]]:
@@ -283,7 +317,10 @@ def _problems(host: str, view: Mapping[str, Any], containers: Mapping[int, Mappi
             why = answered["why"] or (last[-1] if last else f"exit code {answered['code']}")
             problems.append(f"{host}: {why}")
     if view["smi"]["gpus"]["code"] == 0:
-        problems += [f"{host}: nvidia-smi: {line}" for line in other_lines(view["smi"]["gpus"]["out"], _fields(view))]
+        lines = other_lines(view["smi"]["gpus"]["out"], _fields(view))
+        problems += [f"{host}: nvidia-smi: {line[:_LINE]}" for line in lines[:_LINES]]
+        if len(lines) > _LINES:
+            problems.append(f"{host}: nvidia-smi: and {len(lines) - _LINES} lines more that are no rows")
     if view.get("hidden"):
         problems.append(
             f"{host}: what {len(view['hidden'])} processes have open can't be read by this user: who holds a GPU on "

@@ -243,8 +243,31 @@ def _throttles(mask: str | None) -> tuple[str, ...] | None:
 
 
 def other_lines(csv: str, fields: Sequence[str]) -> list[str]:
-    """What nvidia-smi says beside the rows: a GPU that it can't reach, a damaged infoROM."""
-    return [line.strip() for line in csv.split("\n") if line.strip() and len(line.split(",")) != len(fields)]
+    """What nvidia-smi says beside the rows, or in rows without a UUID: a GPU that it can't reach, a damaged infoROM."""
+    lines = [line.strip() for line in csv.split("\n") if line.strip()]
+    at = fields.index("uuid")
+    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
+    return [
+        line
+        for line, row in zip(lines, cells, strict=True)
+        if len(row) != len(fields) or not row[at].startswith("GPU-")
+    ]
+
+
+def untold(card: Mapping[str, Any], why: str, in_container: Mapping[int, int]) -> Gpu:
+    """A GPU that the driver's table has ("uuid", "name", "bus") and nvidia-smi does not tell of."""
+    attributes = [*_FIGURES.values(), *_WORDS.values()]
+    nothing: dict[str, Any] = dict.fromkeys(attributes)
+    return Gpu(
+        uuid=card["uuid"],
+        index=None,
+        name=card["name"],
+        bus_id=card["bus"],
+        driver=None,
+        in_container=in_container,
+        missing=dict.fromkeys(["index", "driver", *attributes], why),
+        **nothing,
+    )
 
 
 def parse_apps(csv: str) -> list[App]:

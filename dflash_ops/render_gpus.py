@@ -131,7 +131,7 @@ def _lines(status: GpuStatus) -> Sequence[str]:
         lines += [f"{name}: {finding}" for finding in gpu.findings]
     for xid in status.xids:
         gpu = next((gpu for gpu in status.gpus if gpu.uuid == xid.gpu_uuid), None)
-        where = f"GPU {gpu.index}" if gpu else xid.bus_id
+        where = f"GPU {gpu.uuid if gpu.index is None else gpu.index}" if gpu else xid.bus_id
         whose = f", process {xid.pid}" if xid.pid else ""
         lines.append(f"{xid.time} {where}: Xid {xid.code}{whose}, {xid.meaning}: {xid.action}")
     if any(process.owner == "earlier" for process in status.processes):

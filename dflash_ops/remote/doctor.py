@@ -7,6 +7,7 @@ With `fix` it first does what is safe anywhere: it removes what dead deploys and
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import getpass
 import glob
@@ -14,15 +15,19 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote import answers, owners, probe, processes
 
 _SECONDS = 8.0
+_OPEN_SECONDS = 15.0  # without persistence each card is started anew, one after the other
+NO_ANSWER = "no answer"
 _DAY = 86400.0
 _STAGES = "/var/tmp/dflash-ops-stage-*"
 _PROGRAMS = (
@@ -50,6 +55,7 @@ def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
     # Of a login user who is not root PATH may lack them.
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
     fixed = _fix(path) if parameters["fix"] else []
+    opening = Opening(_nodes())  # meanwhile the programs answer
     programs = {"smi": ["nvidia-smi", "--version"]}
     if path is None:
         programs["pve"] = ["pveversion"]
@@ -62,7 +68,7 @@ def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "programs": {name: shutil.which(name) for name in _PROGRAMS},
         "asked": probe.ask(programs, _SECONDS),
-        "devices": _devices(),
+        "devices": _devices(opening),
         "majors": _majors(),
         "driver": _text("/proc/driver/nvidia/version") or _text("/sys/module/nvidia/version"),
         "stale": [_described(file) for file in stale_files(path)],
@@ -153,27 +159,74 @@ def _fix(path: Path | None) -> list[str]:
 # -- facts
 
 
-def _devices() -> dict[str, dict[str, Any]]:
-    """By name, the nodes of the NVIDIA driver: major and minor (None: no device), and why one can't be opened."""
-    found: dict[str, dict[str, Any]] = {}
+def _nodes() -> dict[str, os.stat_result]:
+    """The nodes of the NVIDIA driver by their paths."""
+    found: dict[str, os.stat_result] = {}
     for file in sorted(glob.glob("/dev/nvidia*")):
-        name = os.path.basename(file)
         try:
             state = os.stat(file)
         except OSError:
             continue
-        if stat.S_ISDIR(state.st_mode) or stat.S_ISSOCK(state.st_mode):
-            continue
-        is_device = stat.S_ISCHR(state.st_mode)
-        refused = ""
+        if not stat.S_ISDIR(state.st_mode) and not stat.S_ISSOCK(state.st_mode):
+            found[file] = state
+    return found
+
+
+class Opening:
+    """Opens files, each in a process of its own: a sick driver holds for ever who opens its device."""
+
+    def __init__(self, files: Mapping[str, os.stat_result], seconds: float = _OPEN_SECONDS) -> None:
+        self.files, self._seconds, self._deadline = files, seconds, time.monotonic() + seconds
+        self._children = {file: self._start(file) for file in files}
+
+    def _start(self, file: str) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = errno.EIO
         try:
-            os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):  # who reads our answer waits for the end of these
+                os.dup2(null, descriptor)
+            os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            code = 0
         except OSError as error:
-            refused = error.strerror or str(error)
-        found[name] = {
+            code = error.errno or code
+        finally:
+            os._exit(code)
+
+    def refused(self) -> dict[str, str]:
+        """By file why it can't be opened, empty where it can. To be asked once."""
+        codes: dict[str, int] = {}
+
+        def all_ended() -> bool:
+            for file, pid in self._children.items():
+                if file not in codes:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        codes[file] = os.waitstatus_to_exitcode(status)
+            return len(codes) == len(self._children)
+
+        processes.wait_until(all_ended, max(0.0, self._deadline - time.monotonic()), every=0.01)
+        for file, pid in self._children.items():
+            if file not in codes:
+                os.kill(pid, signal.SIGKILL)  # our child still: nobody else can have its pid
+        hangs = f"{NO_ANSWER} in {self._seconds:.0f} s"
+        return {
+            file: (codes[file] and os.strerror(codes[file])) or "" if file in codes else hangs for file in self.files
+        }
+
+
+def _devices(opening: Opening) -> dict[str, dict[str, Any]]:
+    """By name, the nodes of the NVIDIA driver: major and minor (None: no device), and why one can't be opened."""
+    refused = opening.refused()
+    found: dict[str, dict[str, Any]] = {}
+    for file, state in opening.files.items():
+        is_device = stat.S_ISCHR(state.st_mode)
+        found[os.path.basename(file)] = {
             "major": os.major(state.st_rdev) if is_device else None,
             "minor": os.minor(state.st_rdev) if is_device else None,
-            "refused": refused,
+            "refused": refused[file],
         }
     return found
 

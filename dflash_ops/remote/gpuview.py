@@ -48,8 +48,8 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
             holder["run_id"] = owner.run_id or holder["run_id"]
         runs = ours.runs({holder["run_id"] for holder in holders if holder["run_id"]})
     told = asked.answers()
-    if apps and os.geteuid() != 0:
-        holders += _charged_and_hidden(told["apps"]["out"], apps.index("pid"), {it["pid"] for it in holders})
+    if apps:
+        holders += _charged_and_unseen(told["apps"]["out"], apps.index("pid"), {it["pid"] for it in holders})
     kernel = told.pop("kernel", None)
     told["gpus"]["fields"] = fields
     if _lacks_a_field(told["gpus"]):
@@ -60,6 +60,7 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
         "pid_namespace": probe.pid_namespace("self"),
         "smi": told,
         "minors": probe.device_minor_by_bus(),
+        "cards": probe.cards(),
         "holders": holders,
         "runs": runs,
         "xids": None if kernel is None else _xids(kernel),
@@ -67,11 +68,17 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
     }
 
 
-def _charged_and_hidden(out: str, column: int, known: set[int]) -> list[dict[str, Any]]:
-    """Processes of others that nvidia-smi names, and that a user who is not root can't look into."""
+def _charged_and_unseen(out: str, column: int, known: set[int]) -> list[dict[str, Any]]:
+    """Living processes that nvidia-smi names and that were not found: those that took a GPU while we looked around, and
+    those of others, which a user who is not root can't look into."""
     cells = (line.split(",") for line in out.split("\n"))
-    pids = {int(it[column]) for it in cells if len(it) > column and it[column].strip().isdigit()}
-    return [it for it in map(probe.charged, sorted(pids - known)) if it is not None]
+    pids = {it[column].strip() for it in cells if len(it) > column}
+    found: list[dict[str, Any]] = []
+    for pid in sorted({int(it) for it in pids if it.isascii() and it.isdigit()} - known):
+        process = processes.read(pid)
+        late = (probe.holder(process) if process is not None else None) or probe.charged(pid)
+        found += [late] if late is not None else []
+    return found
 
 
 # -- nvidia-smi

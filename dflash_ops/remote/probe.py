@@ -79,30 +79,30 @@ class Asked:
 
 def holders() -> list[dict[str, Any]]:
     """Every living process with an open /dev/nvidiaN, or with one of the hypervisor's GPU locks."""
-    found: list[dict[str, Any]] = []
-    for process in processes.table():
-        if process.ended or process.pid == os.getpid():
-            continue
-        links = processes.open_files(process.pid)
-        minors = minors_of(process.pid, links)
-        locks = gpu_locks(links)
-        if not minors and not locks:
-            continue
-        environment = processes.environment(process.pid)
-        if _PROBE in environment:
-            continue
-        # A supervisor, and what starts one, names its run in its command line; its environment has no run id.
-        named = _RUN_ID.search(processes.command(process.pid)) if locks else None
-        found.append(
-            {
-                **_described(process),
-                "minors": minors,
-                "locks": sorted(int(lock) for lock in locks if lock.isdigit()),
-                "locked_uuids": sorted(lock for lock in locks if not lock.isdigit()),
-                "locks_for": named.group() if named else None,
-            }
-        )
-    return found
+    return [found for process in processes.table() if (found := holder(process)) is not None]
+
+
+def holder(process: processes.Process) -> dict[str, Any] | None:
+    """One of `holders`; None for a process that holds nothing."""
+    if process.ended or process.pid == os.getpid():
+        return None
+    links = processes.open_files(process.pid)
+    minors = minors_of(process.pid, links)
+    locks = gpu_locks(links)
+    if not minors and not locks:
+        return None
+    environment = processes.environment(process.pid)
+    if _PROBE in environment:
+        return None
+    # A supervisor, and what starts one, names its run in its command line; its environment has no run id.
+    named = _RUN_ID.search(processes.command(process.pid)) if locks else None
+    return {
+        **_described(process),
+        "minors": minors,
+        "locks": sorted(int(lock) for lock in locks if lock.isdigit()),
+        "locked_uuids": sorted(lock for lock in locks if not lock.isdigit()),
+        "locks_for": named.group() if named else None,
+    }
 
 
 def _described(process: processes.Process) -> dict[str, Any]:
@@ -150,6 +150,26 @@ def charged(pid: int) -> dict[str, Any] | None:
 def gpu_locks(links: Iterable[str]) -> set[str]:
     """The indices and the UUIDs whose locks are among these files."""
     return {match.group(1) for match in map(_LOCK.search, links) if match}
+
+
+def cards(folder: Path = Path("/proc/driver/nvidia/gpus"), nodes: Path = Path("/dev")) -> list[dict[str, Any]]:
+    """The GPUs that the driver has, by its own table, which answers also when nvidia-smi hangs or does not know one:
+    {"bus", "minor", "uuid", "name"}. Without those that have no node here, or no UUID yet."""
+    found: list[dict[str, Any]] = []
+    for bus, minor in sorted(device_minor_by_bus(folder).items()):
+        try:
+            text = (folder / bus / "information").read_text(errors="replace")
+        except OSError:
+            continue
+        told = dict(re.findall(r"^([^:\n]+):[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE))
+        uuid = told.get("GPU UUID", "")
+        if (
+            re.fullmatch(r"GPU-[\w-]+", uuid)
+            and told.get("GPU Excluded") != "Yes"
+            and (nodes / f"nvidia{minor}").exists()
+        ):
+            found.append({"bus": bus, "minor": minor, "uuid": uuid, "name": told.get("Model", "")})
+    return found
 
 
 def device_minor_by_bus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> dict[str, int]:

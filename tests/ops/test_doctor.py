@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,6 +154,13 @@ TRAPS: list[tuple[Callable[[dict[str, Any]], None], str, str, str]] = [
     (put("smi", {"power.limit": "300", "power.default_limit": "700"}), "power cap", "warning", "-pl 700"),
     (put("smi", {"pcie.link.width.current": "4", "pcie.link.width.max": "16"}), "PCIe width", "warning", "lspci"),
     (put("smi", {"gpu_recovery_action": "Reset"}), "health", "failure", "gpu-status"),
+    (
+        put("inside/asked/smi", {"code": None, "out": "", "why": "nvidia-smi gave no answer in 8 s"}),
+        "nvidia-smi",
+        "failure",
+        "restart the host",
+    ),
+    (put("inside/devices/nvidia0/refused", "no answer in 15 s"), "node", "failure", "restart the host"),
 ]
 
 
@@ -297,3 +305,32 @@ def test_what_somebody_holds_is_not_stale(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert remote_doctor.stale_files(tmp_path) == [str(link)]
     assert remote_doctor.stale_files(tmp_path) == [str(held), str(link)]
+
+
+def test_a_gpu_that_the_container_lacks_is_a_failure() -> None:
+    told = facts()
+    two = replace(LAB, gpus=(0, 1))
+    told["inside"]["devices"]["nvidia1"] = {"major": 195, "minor": 1, "refused": ""}
+    wrong = [check for check in judged(told, two) if check.level != "ok"]
+    assert [(check.name, check.level) for check in wrong] == [("GPU order", "failure")]
+    assert "None" not in wrong[0].evidence + (wrong[0].fix or "")
+
+
+def test_a_device_that_holds_who_opens_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, gone = tmp_path / "nvidia0", tmp_path / "nvidia1"
+    file.touch()
+    state = file.stat()
+    opening = remote_doctor.Opening({str(file): state, str(gone): state})
+    assert opening.refused() == {str(file): "", str(gone): "No such file or directory"}
+    whole = os.open
+
+    def hangs(path: str, *words: Any, **more: Any) -> int:
+        if path == str(file):
+            signal.pause()
+        return whole(path, *words, **more)
+
+    monkeypatch.setattr(os, "open", hangs)
+    opening = remote_doctor.Opening({str(file): state}, 0.1)
+    assert opening.refused() == {str(file): "no answer in 0 s"}
+    (child,) = opening._children.values()
+    os.waitpid(child, 0)  # it was killed

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from conftest import Box, write_inventory
-from test_gpus import UUIDS, full_line, holder, host_view
+from test_gpus import UUIDS, container_view, full_line, holder, host_view
 
 from dflash_ops import doctor, gpu_join, gpus, render_gpus, status
 from dflash_ops.command import Command
-from dflash_ops.remote import gpuproof, preflight, processes
+from dflash_ops.remote import gpuproof, gpuview, preflight, probe, processes
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -56,6 +56,82 @@ def test_a_lost_gpu_does_not_keep_a_run_from_the_others(tmp_path: Path, monkeypa
 
 
 # -- gpu-status
+
+
+CARDS = [
+    {"bus": f"0000:0{at + 1}:00.0", "minor": at, "uuid": uuid, "name": "NVIDIA X"} for at, uuid in enumerate(UUIDS[:2])
+]
+MINORS = {"0000:01:00.0": 0, "0000:02:00.0": 1}
+HUNG = {"code": None, "out": "", "why": "nvidia-smi gave no answer in 10 s"}
+
+
+def test_who_holds_the_gpus_of_a_driver_that_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    view = {**host_view(holders=(holder(2000, minors=[0, 1]),), minors=MINORS), "cards": CARDS}
+    view["smi"] = {"gpus": HUNG, "apps": HUNG}
+    told = gpu_join.join("lab", view, {200: container_view()})
+    assert [(gpu.uuid, gpu.index, gpu.health) for gpu in told.gpus] == [(uuid, None, "sick") for uuid in UUIDS[:2]]
+    assert [(it.pid, it.gpu_uuid, it.used_mib) for it in told.processes] == [(2000, uuid, None) for uuid in UUIDS[:2]]
+    render_gpus.show_gpus(told)
+    assert f"GPU {UUIDS[0]}: nvidia-smi does not tell of it" in capsys.readouterr().out
+    # Where the driver has no table either, its node stands for the GPU.
+    told = gpu_join.join("lab", {**view, "cards": []}, {200: container_view()})
+    assert [(it.pid, it.gpu_uuid) for it in told.processes] == [(2000, "/dev/nvidia0"), (2000, "/dev/nvidia1")]
+    # Without an nvidia-smi nothing is known of them, and nothing bad either.
+    view["smi"]["gpus"] = {"code": None, "out": "", "why": "nvidia-smi: No such file or directory"}
+    assert gpu_join.join("lab", view, {}).gpus == ()
+
+
+def test_a_gpu_without_a_uuid_is_lost_and_not_forgotten() -> None:
+    view = {**host_view(minors=MINORS), "cards": CARDS}
+    rows = view["smi"]["gpus"]["out"].replace(f"0, {UUIDS[0]}", "[Unknown Error], [Unknown Error]")
+    view["smi"]["gpus"]["out"] = rows + rows.split("\n")[1] + "\n"  # and the other one twice
+    told = gpu_join.join("lab", view, {})
+    assert [(gpu.uuid, gpu.index, gpu.health) for gpu in told.gpus] == [(UUIDS[1], 1, "ok"), (UUIDS[0], None, "sick")]
+    assert [it for it in told.problems if "[Unknown Error]" in it]
+
+
+def test_garbage_is_told_in_a_few_short_lines() -> None:
+    view = host_view()
+    view["smi"]["gpus"]["out"] = "".join(f"{'x' * 1000} {at}\n" for at in range(1000))
+    problems = gpu_join.join("lab", view, {}).problems
+    assert len(problems) <= 7 and max(map(len, problems)) < 300 and "995 lines more" in problems[-1]
+
+
+def test_the_pid_there_is_the_containers_also_for_what_has_a_namespace_of_its_own() -> None:
+    nested = holder(2000, namespace_pids=[2000, 70, 1], pid_namespace="pid:[9]", vmid=200)
+    inside = container_view()
+    inside["holders"] = [{"pid": 70, "start": 1, "owner": "earlier", "run_id": "a-20261129-120000-abcd"}]
+    (told,) = gpu_join.join("lab", host_view(holders=(nested,)), {200: inside}).processes
+    assert (told.container_pid, told.owner) == (70, "earlier")
+
+
+def test_a_monitor_holds_no_memory_of_the_dead() -> None:
+    words = "/usr/bin/nvidia-persistenced --user nvpd"
+    monitor = holder(9, pid_namespace="pid:[1]", namespace_pids=[9], command=words)
+    view = host_view(holders=(monitor,), apps=f"{UUIDS[0]}, 77, 1542, [Not Found]\n")
+    (dead,) = gpu_join.join("lab", view, {}).processes
+    assert (dead.kind, dead.held_by, dead.owner) == ("dead", (), "nobody")
+
+
+def test_who_took_a_gpu_while_we_looked_around_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "holder", lambda process: {"pid": process.pid})
+    out = f"GPU-1, {os.getpid()}, 5, python\nGPU-1, {2**22 + 5}, 5, x\nGPU-1, \u00b2, 5, x\n"
+    assert gpuview._charged_and_unseen(out, 1, set()) == [{"pid": os.getpid()}]
+    assert gpuview._charged_and_unseen(out, 1, {os.getpid()}) == []
+
+
+def test_cards_by_the_drivers_table(tmp_path: Path) -> None:
+    table, nodes = tmp_path / "gpus", tmp_path / "dev"
+    nodes.mkdir()
+    rows = [(UUIDS[0], "No"), ("GPU-????????-????-????-????-????????????", "No"), (UUIDS[1], "Yes"), (UUIDS[1], "No")]
+    for at, (uuid, excluded) in enumerate(rows):
+        folder = table / f"0000:0{at}:00.0"
+        folder.mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA X\nGPU UUID: \t {uuid}\nDevice Minor: \t {at}\nGPU Excluded:\t {excluded}\n"
+        (folder / "information").write_text(text)
+    (nodes / "nvidia0").touch()  # the last one has no node here: it is not ours
+    expected = {"bus": "0000:00:00.0", "minor": 0, "uuid": UUIDS[0], "name": "NVIDIA X"}
+    assert probe.cards(table, nodes) == [expected]
 
 
 def test_what_mig_instances_use_is_their_gpus(capsys: pytest.CaptureFixture[str]) -> None:
