@@ -203,7 +203,9 @@ def parse_gpus(
     """The answer to these fields, which begin with index, uuid, name, bus id, driver. Lines of another width (errors,
     warnings) are left out: see `other_lines`."""
     gpus: list[Gpu] = []
-    for cells in _rows(csv, len(fields)):
+    for cells in (_cells(line, fields) for line in csv.split("\n")):
+        if len(cells) != len(fields):
+            continue
         told = dict(zip(fields, cells, strict=True))
         if not told["uuid"].startswith("GPU-"):
             continue
@@ -246,12 +248,8 @@ def other_lines(csv: str, fields: Sequence[str]) -> list[str]:
     """What nvidia-smi says beside the rows, or in rows without a UUID: a GPU that it can't reach, a damaged infoROM."""
     lines = [line.strip() for line in csv.split("\n") if line.strip()]
     at = fields.index("uuid")
-    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return [
-        line
-        for line, row in zip(lines, cells, strict=True)
-        if len(row) != len(fields) or not row[at].startswith("GPU-")
-    ]
+    rows = [(line, _cells(line, fields)) for line in lines]
+    return [line for line, row in rows if len(row) != len(fields) or not row[at].startswith("GPU-")]
 
 
 def untold(card: Mapping[str, Any], why: str, in_container: Mapping[int, int]) -> Gpu:
@@ -288,6 +286,15 @@ def parse_indices(csv: str) -> dict[str, int]:
     """UUID -> index, the answer to index,uuid."""
     found = ((uuid, integer(index)) for index, uuid in _rows(csv, 2) if uuid.startswith("GPU-"))
     return {uuid: index for uuid, index in found if index is not None}
+
+
+def _cells(line: str, fields: Sequence[str]) -> list[str]:
+    """A row's cells. Only the name may hold commas; a row is known by its index and UUID."""
+    cells = [cell.strip() for cell in line.split(",")]
+    more = len(cells) - len(fields)
+    if more > 0 and tuple(fields[:3]) == _IDENTITY[:3] and cells[0].isdigit() and cells[1].startswith("GPU-"):
+        cells[2 : 3 + more] = [", ".join(cells[2 : 3 + more])]
+    return cells
 
 
 def _rows(csv: str, width: int) -> list[list[str]]:

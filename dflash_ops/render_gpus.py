@@ -21,7 +21,7 @@ def show_gpus(status: GpuStatus) -> None:
     )  # fmt: skip
     rows = [
         (
-            gpu.index,
+            _label(gpu),
             gpu.name,
             figure(gpu.load_percent),
             figure(gpu.used_mib),
@@ -117,6 +117,11 @@ def show_diagnosis(found: Diagnosis) -> None:
     render.say(f"{found.container}: {verdict}; well: {', '.join(dict.fromkeys(well)) or 'nothing'}")
 
 
+def _label(gpu: Gpu) -> object:
+    """Its number; the begin of its UUID where nvidia-smi has none for it."""
+    return gpu.uuid[:12] if gpu.index is None else gpu.index
+
+
 def _lines(status: GpuStatus) -> Sequence[str]:
     """What the tables have no column for."""
     lines: list[str] = []
@@ -186,7 +191,7 @@ def _process_row(process: GpuProcess, gpu: Gpu | None, more: int, vmid: int | No
     if process.state == "D":
         words += " (state D: stuck in the driver)"
     return (
-        gpu.index if gpu else process.gpu_uuid,
+        _label(gpu) if gpu else process.gpu_uuid,
         process.pid,
         process.vmid,
         process.container_pid,

@@ -72,7 +72,9 @@ def test_who_holds_the_gpus_of_a_driver_that_hangs(capsys: pytest.CaptureFixture
     assert [(gpu.uuid, gpu.index, gpu.health) for gpu in told.gpus] == [(uuid, None, "sick") for uuid in UUIDS[:2]]
     assert [(it.pid, it.gpu_uuid, it.used_mib) for it in told.processes] == [(2000, uuid, None) for uuid in UUIDS[:2]]
     render_gpus.show_gpus(told)
-    assert f"GPU {UUIDS[0]}: nvidia-smi does not tell of it" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"GPU {UUIDS[0]}: nvidia-smi does not tell of it" in shown
+    assert len([line for line in shown.split("\n") if line.strip().startswith(f"{UUIDS[0][:12]} ")]) == 2
     # Where the driver has no table either, its node stands for the GPU.
     told = gpu_join.join("lab", {**view, "cards": []}, {200: container_view()})
     assert [(it.pid, it.gpu_uuid) for it in told.processes] == [(2000, "/dev/nvidia0"), (2000, "/dev/nvidia1")]
@@ -88,6 +90,14 @@ def test_a_gpu_without_a_uuid_is_lost_and_not_forgotten() -> None:
     told = gpu_join.join("lab", view, {})
     assert [(gpu.uuid, gpu.index, gpu.health) for gpu in told.gpus] == [(UUIDS[1], 1, "ok"), (UUIDS[0], None, "sick")]
     assert [it for it in told.problems if "[Unknown Error]" in it]
+
+
+def test_a_name_with_commas_is_a_name() -> None:
+    view = host_view()
+    view["smi"]["gpus"]["out"] = view["smi"]["gpus"]["out"].replace("NVIDIA X", "NVIDIA, Odd,  X")
+    told = gpu_join.join("lab", view, {})
+    assert [(gpu.name, gpu.used_mib, gpu.health) for gpu in told.gpus] == [("NVIDIA, Odd, X", 0.0, "ok")] * 2
+    assert told.problems == ()
 
 
 def test_garbage_is_told_in_a_few_short_lines() -> None:
