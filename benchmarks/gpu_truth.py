@@ -193,12 +193,15 @@ class Truth:
         found = status.gpu_status(self.shell, self.host, [self.own, self.neighbour], self.own)
         asked = ("nvidia-smi", f"--query-compute-apps={','.join(gpus.APP_FIELDS)}", "--format=csv,noheader,nounits")
         out = self.shell.run(self.host, Command(asked), check=True).out.decode()
-        every = {(app.gpu_uuid, app.pid): app.used_mib for app in gpus.parse_apps(out)}
-        rows = {key: mib for key, mib in every.items() if mib is not None}
+        charged = {(app.gpu_uuid, app.pid): app.used_mib for app in gpus.parse_apps(out)}
+        rows = {key: mib for key, mib in charged.items() if mib is not None}
         told = {(it.gpu_uuid, it.pid): it.used_mib for it in found.processes if it.used_mib is not None}
         if rows != told:
             self.wrong.append(f"{name}: nvidia-smi has {rows}, gpu-status {told}")
-        for gpu, used in zip(found.gpus, self.used(), strict=True):
+        every = self.used()
+        if len(found.gpus) != len(every):
+            self.wrong.append(f"{name}: nvidia-smi has {len(every)} GPUs, gpu-status {[it.uuid for it in found.gpus]}")
+        for gpu, used in zip(found.gpus, every, strict=False):  # those that nvidia-smi does not tell of come last
             if gpu.used_mib is None or abs(gpu.used_mib - used) > MIB_APART:
                 self.wrong.append(f"{name}: GPU {gpu.index} uses {used} MiB, gpu-status says {gpu.used_mib}")
         if self.out:
