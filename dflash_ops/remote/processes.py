@@ -72,7 +72,7 @@ def table() -> list[Process]:
 # and whoever reads their environment, command line or maps hangs as they do. And those of them where we did.
 _stuck: set[int] = set()
 _hung: set[int] = set()
-_PATIENCE = 0.3
+_PATIENCE, _LEAST_PATIENCE = 0.3, 0.05  # where one hangs the next probably does: a hundred must not take half a minute
 
 
 def memory_file(pid: int, name: str) -> bytes:
@@ -85,7 +85,7 @@ def memory_file(pid: int, name: str) -> bytes:
     told: list[bytes] = []
     reader = threading.Thread(target=lambda: told.append(_content(pid, name)), daemon=True)
     reader.start()
-    reader.join(_PATIENCE)
+    reader.join(max(_LEAST_PATIENCE, _PATIENCE / (1 + len(_hung))))
     if not told:
         _hung.add(pid)
     return told[0] if told else b""

@@ -4,6 +4,7 @@ processes, containers without Python, inventories that are wrong."""
 import json
 import os
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,16 @@ def test_a_process_that_is_stuck_in_the_driver_hangs_nobody(tmp_path: Path, monk
 
 
 # -- containers and inventories
+
+
+def test_many_stuck_processes_take_little_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(threading.Thread, "join", lambda _, timeout: asked.append(timeout))
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)  # none ever reads anything
+    monkeypatch.setattr(processes, "_stuck", set(range(100)))
+    monkeypatch.setattr(processes, "_hung", set())
+    assert [processes.memory_file(pid, "environ") for pid in range(100)] == [b""] * 100
+    assert asked[0] == 0.3 and sum(asked) < 6.0
 
 
 def test_a_container_without_python_is_said_and_the_rest_told(
