@@ -201,7 +201,10 @@ def supervised_tokens(ids: Sequence[int], answer: str, tokenizer: Any, ends: Col
     end = next((id for id in ids[:said] if id in ends), None)
     if end is not None:
         raise LineError(f"the answer goes on behind its end token {decoded(tokenizer, [end])!r}")
-    return next((index + 1 for index in range(said, len(ids)) if ids[index] in ends), said)
+    count = next((index + 1 for index in range(said, len(ids)) if ids[index] in ends), said)
+    if not wanted and begin(max(count - 1, 0)):  # white space that the tokenizer hasn't: nothing of it was looked for
+        raise LineError("its supervised tokens don't decode to the answer")
+    return count
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:

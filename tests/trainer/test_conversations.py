@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_targets import THINKING_TEMPLATE, real_model_folder, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -205,6 +205,7 @@ def test_the_loss_is_on_the_answers_and_their_ends(tokenizer: Any) -> None:
     st.booleans(),
     st.booleans(),
 )
+@example([("", "\r")], True, False)  # white space that is an unknown token there
 def test_what_is_learned_decodes_to_the_answers_or_the_record_is_refused(
     tokenizer: Any, turns: list[tuple[str, str]], thinking: bool, last: bool
 ) -> None:
