@@ -281,7 +281,7 @@ def local_box(folder: Path) -> Iterator[LocalBox]:
             os.environ["TMUX_TMPDIR"] = before
 
 
-def retry_until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def retry_until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The condition's first true value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -47,7 +47,7 @@ class Frozen:
 
     def stream_with_little_patience(self) -> None:
         """Whose time is up before the link is known to be dead."""
-        self.shell.stream(self.far, BEGUN, on_out=lambda _: self.proxy.silence(), timeout=1.0)
+        self.shell.stream(self.far, BEGUN, on_out=lambda _: self.proxy.silence(), timeout=2.5)
 
     def hearing(self) -> None:
         with self.shell.converse(self.far, BEGUN) as talk:

@@ -91,7 +91,7 @@ class Person:
     def hear(self, words: bytes) -> bytes:
         """Reads until it has heard them; everything up to them."""
         while words not in self.heard:
-            assert select.select([self.terminal], [], [], 30)[0], bytes(self.heard)
+            assert select.select([self.terminal], [], [], 60)[0], bytes(self.heard)
             self.heard += os.read(self.terminal, 1000)
         before, _, rest = bytes(self.heard).partition(words)
         self.heard = bytearray(rest)

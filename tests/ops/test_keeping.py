@@ -82,7 +82,7 @@ class Terminal:
         return bytes(self.shown)
 
     def end(self) -> int:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.process.poll() is None and time.monotonic() < deadline:
             self.read()
             time.sleep(0.02)
@@ -144,6 +144,7 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
     run = begin(shell, place, "a", "steps = 5\nrecords = yes\nenvironment = yes", **more)
     train.wait(shell, place, run.id)
     folder = f"{place.path}/runs/{run.id}"
+    inside(shell, place, "sh", "-c", f"until [ -s {folder}/notify.log ]; do sleep 0.05; done")  # its last file
     inside(
         shell,
         place,
@@ -163,7 +164,7 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
     here = tmp_path / "here" / run.id
     assert json.loads(done.stdout)["paths"] == [str(here)]
     names = {str(file.relative_to(here)) for file in here.rglob("*") if file.is_file()}
-    assert {"log", "log.times", "metrics.jsonl", "status.json", "exit.json", "config.toml", "events/tf"} < names
+    assert {"log", "log.times", "metrics.jsonl", "status.json", "exit.json", "notify.log", "events/tf"} < names
     assert {name for name in names if name.startswith("checkpoints")} == {"checkpoints/step-00000005/model"}
     assert not [file for file in here.rglob("*") if file.is_file() and b"hushhush" in file.read_bytes()]
     assert (here / "log").read_bytes() == inside(shell, place, "cat", f"{folder}/log")

@@ -116,7 +116,7 @@ def test_a_restart_of_the_container_ends_with_the_verdict(place: Container, shel
             retry_until(lambda: any("container 200 is stopped" in words for words in breaks))
         finally:
             shell.run(place.host, Command(("pct", "start", "200")), check=True)
-        ended = following.result(30)
+        ended = following.result(60)
     assert ended.state is RunState.LOST and ended.exit_code == 100
     assert bytes(got) == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
 
@@ -166,7 +166,7 @@ def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> No
     since = datetime.fromtimestamp((moment + 10) / 1000, UTC).isoformat()
     lines = [json.loads(line) for line in cli("train", "logs", "--json", "--since", since).stdout.splitlines()]
     assert [it["line"] for it in lines[:-1]] == whole[offset:].decode().split("\n")[:-1]
-    assert 2 < len(lines) < 16
+    assert 0 < offset < len(whole)
     with pytest.raises(UsageFault, match="regular expression"):
         logs.check_pattern("(")
     inside(shell, place, "rm", f"{place.path}/runs/{run.id}/log.times")

@@ -53,7 +53,7 @@ def test_bytes_and_exit_codes_pass_everywhere(shell: Shell, container: Container
 
 def test_input_always_ends(shell: Shell, container: Container) -> None:
     for place in (Local(), container.host, container):
-        assert shell.run(place, Command(("cat",)), timeout=10).out == b""
+        assert shell.run(place, Command(("cat",)), timeout=60).out == b""
 
 
 def test_much_input_and_much_output_at_once_do_not_block_each_other(shell: Shell, container: Container) -> None:
@@ -66,7 +66,7 @@ def test_much_input_and_much_output_at_once_do_not_block_each_other(shell: Shell
 
 def test_a_command_that_does_not_read_its_input_ends_all_the_same(shell: Shell, container: Container) -> None:
     for place in (Local(), container):
-        assert shell.run(place, Command(("true",), stdin=bytes(8 << 20)), timeout=20).code == 0
+        assert shell.run(place, Command(("true",), stdin=bytes(8 << 20)), timeout=60).code == 0
 
 
 def test_the_environment_inside_is_said_and_nothing_leaks(shell: Shell, container: Container) -> None:
@@ -112,11 +112,11 @@ def test_output_comes_while_the_command_runs(shell: Shell, container: Container)
 
 
 def test_a_stream_gives_up_after_silence_only(shell: Shell, container: Container) -> None:
-    command = Command(("sh", "-c", "for i in 1 2 3 4; do echo $i; sleep 0.3; done; sleep 30"))
+    command = Command(("sh", "-c", "for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.3; done; sleep 30"))
     heard = bytearray()
-    with pytest.raises(TimedOutError, match=r"no answer within 0\.8 s"):
-        shell.stream(container, command, on_out=heard.extend, timeout=0.8)
-    assert heard == b"1\n2\n3\n4\n"
+    with pytest.raises(TimedOutError, match=r"no answer within 2 s"):
+        shell.stream(container, command, on_out=heard.extend, timeout=2.0)  # less than all its words take
+    assert heard == b"1\n2\n3\n4\n5\n6\n7\n8\n"
 
 
 def test_a_conversation(shell: Shell, container: Container) -> None:
@@ -147,7 +147,7 @@ def test_a_connection_that_was_begun_is_the_one_that_is_used(container: Containe
     connect, may_go = ssh.connect, threading.Event()
 
     def noted(host: Host, *, timeout: float) -> ssh.Link:
-        assert may_go.wait(10)
+        assert may_go.wait(60)
         made.append(connect(host, timeout=timeout))
         return made[-1]
 
@@ -167,10 +167,7 @@ def test_a_connection_that_was_begun_is_the_one_that_is_used(container: Containe
     with Shell() as shell:
         shell.begin(container.host)
     may_go.set()
-    deadline = time.monotonic() + 10
-    while len(made) < 2 or made[1].is_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(made) == 2 and not made[1].is_open)
 
 
 def test_many_threads_share_one_connection(shell: Shell, container: Container) -> None:
@@ -241,7 +238,7 @@ def test_words_like_those_of_a_failed_entry_are_not_kept_back(shell: Shell, cont
         os.write(write_end, b"go\n")
 
     command = Command(("sh", "-c", 'printf "$1" >&2; read word; exit 5', "sh", words))
-    assert shell.stream(container, command, on_out=print, on_err=on_err, stdin=read_end, timeout=5) == 5
+    assert shell.stream(container, command, on_out=print, on_err=on_err, stdin=read_end, timeout=60) == 5
     assert bytes(heard) == words.replace("\\n", "\n").encode()
     os.close(write_end)
     os.close(read_end)
@@ -316,7 +313,7 @@ def test_a_staging_folder_goes_when_the_link_breaks(shell: Shell, container: Con
     until(lambda: shell.run(container.host, Command(("ls", folder))).code == 2)
 
 
-def until(true, seconds: float = 10.0) -> None:
+def until(true, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -327,10 +324,11 @@ def until(true, seconds: float = 10.0) -> None:
 
 
 def test_nobody_there(shell: Shell, container: Container) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(UnreachableError, match=f"the host can't be reached .*:{port}") as caught:
-        shell.run(replace(container.host, port=port), Command(("true",)))
+    with socket.socket() as taken:  # nobody else gets the port, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(UnreachableError, match=f"the host can't be reached .*:{port}") as caught:
+            shell.run(replace(container.host, port=port), Command(("true",)))
     assert "Errno" not in caught.value.line()
     with pytest.raises(UnreachableError, match="no such host"):
         shell.run(replace(container.host, address="no-such-host.invalid"), Command(("true",)))
@@ -439,11 +437,9 @@ def test_a_cut_link_is_noticed_at_once(container: Container, tmp_path: Path) -> 
     with Proxy(container.host, tmp_path) as proxy, Shell() as shell:
         far = proxy.before(container)
         assert shell.run(far, Command(("true",))).code == 0
-        cut = threading.Timer(0.3, proxy.cut)
-        cut.start()
+        command = Command(("sh", "-c", "echo here; sleep 30"))
         with pytest.raises(UnreachableError, match="the connection broke"):
-            shell.run(far, Command(("sleep", "30")))
-        cut.join()  # else the new one might be cut, too
+            shell.stream(far, command, on_out=lambda _: proxy.cut())
         assert shell.run(far, Command(("true",))).code == 0
 
 

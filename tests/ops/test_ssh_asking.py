@@ -69,21 +69,26 @@ class Typed:
         self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs)
         self.echoed = termios.tcgetattr(theirs)
         self._theirs = theirs
-        self.screen = ""
+        self._shown = bytearray()
 
-    def see(self, words: str, count: int = 1, seconds: float = 30) -> None:
+    @property
+    def screen(self) -> str:
+        """All that it was shown so far; a character of which only a part has come is replaced."""
+        return self._shown.decode(errors="replace")
+
+    def see(self, words: str, count: int = 1, seconds: float = 60) -> None:
         """Waits until the words stand there so many times."""
         deadline = time.monotonic() + seconds
         while self.screen.count(words) < count:
             assert time.monotonic() < deadline, self.screen
             if select.select([self._ours], [], [], 0.1)[0]:
-                self.screen += os.read(self._ours, 4096).decode()
+                self._shown += os.read(self._ours, 4096)
 
     def type(self, words: str) -> None:
         os.write(self._ours, words.encode())
 
     def ends(self) -> int:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.screen
             self._drain(0.05)
@@ -95,7 +100,7 @@ class Typed:
     def _drain(self, seconds: float) -> None:
         with contextlib.suppress(OSError):
             while select.select([self._ours], [], [], seconds)[0]:
-                self.screen += os.read(self._ours, 4096).decode()
+                self._shown += os.read(self._ours, 4096)
 
     def __enter__(self) -> "Typed":
         return self

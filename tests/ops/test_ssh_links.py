@@ -2,6 +2,7 @@
 
 import base64
 import os
+import select
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 import paramiko
 import pytest
 from openssh import Sshd, make_key, need, public
+from paramiko.buffered_pipe import BufferedPipe
 from paramiko.common import MSG_CHANNEL_SUCCESS
 from ssh_world import RELAY, World, who
 
@@ -23,6 +25,7 @@ from dflash_ops import ssh, ssh_hop
 from dflash_ops.command import Command, Host
 from dflash_ops.errors import ConfigError, LinkLostError, OpsError, TimedOutError, UnreachableError
 from dflash_ops.shell import Shell
+from dflash_ops.ssh_link import News
 from dflash_ops.ssh_local import Question
 from dflash_ops.ssh_opening import Opening
 
@@ -44,7 +47,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         server.end()
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -92,25 +95,43 @@ class Mute:
             connection.close()
 
 
+def hurry(
+    monkeypatch: pytest.MonkeyPatch, stage: str, begun: Callable[[], bool] = lambda: True, left: float = 0.5
+) -> None:
+    """From the begin of a stage of opening a hop, when it is so far, so many seconds are left."""
+    real: Callable[..., None] = getattr(ssh_hop, stage)
+
+    def hurried(opening: Opening, *rest: object) -> None:
+        until(begun)
+        opening.clock.give_back(left - opening.clock.left())
+        real(opening, *rest)
+
+    monkeypatch.setattr(ssh_hop, stage, hurried)
+
+
 @pytest.mark.parametrize(
-    ("words", "says", "seconds"),
+    ("words", "says", "left"),
     [
-        (b"", "it never said that it speaks SSH within 0.4 s", 0.4),
-        (b"welcome to this fine host\r\n", "it never said that it speaks SSH within 0.4 s", 0.4),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "no keys were agreed on within 2 s", 2.0),
+        (b"", "it never said that it speaks SSH within 30 s", 0.4),
+        (b"welcome to this fine host\r\n", "it never said that it speaks SSH within 30 s", 0.4),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "no keys were agreed on within 30 s", 2.0),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 200, "can't be reached", 10.0),
     ],
     ids=["says-nothing", "greets-only", "stalls-after-its-version", "speaks-something-else"],
 )
-def test_a_server_that_stalls(servers: World, words: bytes, says: str, seconds: float) -> None:
+def test_a_server_that_stalls(
+    servers: World, words: bytes, says: str, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, "_greet", left=left)
     with closing(Mute(words)) as mute, pytest.raises(UnreachableError) as caught:
-        who(servers.alias(f"Host box; Port {mute.port}"), timeout=seconds)
+        who(servers.alias(f"Host box; Port {mute.port}"), timeout=30)
     assert says in caught.value.line()
 
 
-def test_a_gate_that_stalls(servers: World) -> None:
-    with closing(Mute(b"")) as mute, pytest.raises(UnreachableError, match=r"jump gate.* within 0\.4 s") as caught:
-        who(servers.alias(f"Host gate; Port {mute.port}; Host box; ProxyJump gate"), timeout=0.4)
+def test_a_gate_that_stalls(servers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch, "_greet")
+    with closing(Mute(b"")) as mute, pytest.raises(UnreachableError, match=r"jump gate.* within 30 s") as caught:
+        who(servers.alias(f"Host gate; Port {mute.port}; Host box; ProxyJump gate"), timeout=30)
     assert caught.value.next.endswith("gate true")
 
 
@@ -125,18 +146,6 @@ def test_a_name_server_that_hangs(servers: World, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnreachableError, match=r"its name was not resolved within 0\.3 s"):
         who(servers.alias(""), timeout=0.3)
     forever.set()
-
-
-def hurry(monkeypatch: pytest.MonkeyPatch, stage: str, begun: Callable[[], bool] = lambda: True) -> None:
-    """From the begin of a stage of opening a hop, when it is so far, half a second is left."""
-    real: Callable[..., None] = getattr(ssh_hop, stage)
-
-    def hurried(opening: Opening, *rest: object) -> None:
-        until(begun)
-        opening.clock.give_back(0.5 - opening.clock.left())
-        real(opening, *rest)
-
-    monkeypatch.setattr(ssh_hop, stage, hurried)
 
 
 def test_a_host_that_takes_long_to_let_us_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,3 +435,27 @@ def test_without_an_ssh_client_paramiko_reads_the_configuration(
         who(servers.alias("Include {dir}/more"))
     with pytest.raises(ConfigError, match="there is no such ssh configuration"):
         who(Host("box", "box", ssh_config=tmp_path / "not-there"))
+
+
+def test_output_that_comes_while_its_command_is_ended_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to a closed descriptor, which would end the connection, nor to whoever has it by then."""
+    news, buffer = News(), BufferedPipe()
+    buffer.set_event(news)  # pyright: ignore[reportArgumentType]
+    ender = threading.Thread(target=news.close)
+    write = os.write
+
+    def interrupted(descriptor: int, data: bytes) -> int:
+        ender.start()
+        ender.join(0.2)  # it has to wait for this write
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", interrupted)
+    buffer.feed(b"one")
+    ender.join(20)
+    descriptors = os.pipe()  # most likely the same numbers
+    news.heard()
+    buffer.read(3)
+    buffer.feed(b"two")
+    assert not select.select([descriptors[0]], [], [], 0)[0]
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -303,7 +303,8 @@ def test_a_stop_asked_again_tells_what_the_first_one_did(box: LocalBox) -> None:
 def test_a_stop_says_each_second_what_it_waits_for(box: LocalBox) -> None:
     folder = box.start("a", "sigterm = ignored")
     box.trainer(folder)
-    done = stand_in.call_bytes("stop", {"path": str(box.path), "run": "a", "grace": 1.2})
+    done = stand_in.call_bytes("stop", {"path": str(box.path), "run": "a", "grace": 1.9})
     beats = [json.loads(line) for line in done.stdout.strip().split(b"\n")[:-1]]
-    assert [(beat["left_s"], "saves" in beat["doing"]) for beat in beats[:2]] == [(1, True), (0, True)]
+    saves = [beat["left_s"] for beat in beats if "saves" in beat["doing"]]
+    assert len(saves) == 2 and 2 >= saves[0] > saves[1] >= 0
     assert all(folder.name in beat["doing"] for beat in beats)

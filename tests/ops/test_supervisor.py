@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -382,12 +381,15 @@ def test_following_ends_with_the_run_and_with_its_reader(box: Box) -> None:
         follower.stdin.close()
         follower.stdout.readline()
         follower.stdout.close()  # a reader that is gone, with nothing more to be written
-        assert follower.wait(20) == 0
-    with ThreadPoolExecutor(1) as pool:
-        follower = pool.submit(call_bytes, "follow", {**parameters, "quiet": False})
-        time.sleep(0.3)
+        assert follower.wait(60) == 0
+    command = bundle.command(sys.executable, "follow", {**parameters, "quiet": False})
+    with subprocess.Popen(command.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as follower:
+        assert follower.stdin and follower.stdout
+        follower.stdin.write(command.stdin)
+        follower.stdin.close()
+        follower.stdout.readline()  # it follows, from the log's end at this moment on
         box.stop()
-        assert follower.result().stdout.endswith(b"saved\n")
+        assert follower.stdout.read().endswith(b"saved\n") and follower.wait(60) == 0
 
 
 @pytest.mark.parametrize(

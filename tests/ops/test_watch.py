@@ -267,7 +267,7 @@ def test_ctrl_c_leaves_the_page_and_json_is_a_line_each(
         assert second["log"] and second["time"] > first["time"]
         train.stop(shell, place, run.id)
         rest = watcher.stdout.read().splitlines()
-        assert watcher.wait(20) == 103 and json.loads(rest[-1])["run"]["state"] == "stopped"
+        assert watcher.wait(60) == 103 and json.loads(rest[-1])["run"]["state"] == "stopped"
     assert isinstance(in_process(cli, "train", "watch"), UsageFault)  # no terminal
 
 

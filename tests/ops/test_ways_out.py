@@ -28,7 +28,7 @@ HOST = Host("h", "localhost")
 PLACE = Container(HOST, 200)
 
 
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
