@@ -7,6 +7,7 @@
 
 import contextlib
 import math
+import os
 import select
 import threading
 import time
@@ -248,20 +249,26 @@ class Link:
 class RemoteProcess:
     """A command running behind a channel. `read` gives what has come; the code is known once `finished`."""
 
-    def __init__(self, link: Link, channel: paramiko.Channel) -> None:
+    def __init__(self, link: Link, channel: Any) -> None:
         self._link = link
         self._channel = channel
+        self._news = News()
+        for buffer in (channel.in_buffer, channel.in_stderr_buffer):
+            buffer.set_event(self._news)
         self._poll = select.poll()
-        self._poll.register(channel.fileno(), select.POLLIN)
+        self._poll.register(self._news.fileno(), select.POLLIN)
 
     def read(self, seconds: float) -> tuple[bytes, bytes, bool]:
         """Waits at most `seconds` for output: new stdout, new stderr, and whether that was the end of both."""
         self._poll.poll(math.ceil(max(seconds, 0.0) * 1000))
+        self._news.heard()
         ended = self._channel.eof_received or self._channel.closed  # before draining, so that nothing is missed
         out = self._channel.recv(1 << 20) if self._channel.recv_ready() else b""
         err = self._channel.recv_stderr(1 << 20) if self._channel.recv_stderr_ready() else b""
         if not ended:
             self._link.check()
+        if ended or self._channel.recv_ready() or self._channel.recv_stderr_ready():
+            self._news.set()  # there is more
         return out, err, bool(ended and not out and not err)
 
     def write(self, data: bytes, seconds: float | None = None) -> None:
@@ -293,7 +300,47 @@ class RemoteProcess:
             self._channel.resize_pty(columns, rows)
 
     def fileno(self) -> int:
-        return int(self._channel.fileno())
+        return self._news.fileno()
 
     def end(self) -> None:
         self._channel.close()
+        self._news.close()
+
+
+class News:
+    """An event of a channel's buffers that can be waited for by poll: output has come, or its end.
+
+    Takes the place of paramiko's own, which the transport's thread may write to while another closes it: the write
+    then fails, which ends the connection, or goes to whoever has the descriptor by then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reading, self._writing = os.pipe()
+        self._set = self._closed = False
+
+    def set(self) -> None:
+        with self._lock:
+            if not (self._set or self._closed):
+                self._set = True
+                os.write(self._writing, b".")
+
+    def clear(self) -> None:
+        """A buffer is empty, which does not say that the other one is."""
+
+    def heard(self) -> None:
+        """To be called before the buffers are looked at: what comes later is news again."""
+        with self._lock:
+            if self._set and not self._closed:
+                os.read(self._reading, 1)
+                self._set = False
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reading)
+                os.close(self._writing)
