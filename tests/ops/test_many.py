@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import pytest
 import stand_in
 import typer
 from conftest import Box, Cli, write_inventory
+from in_process import InProcess
 from test_progress import on_a_terminal
-from typer.testing import CliRunner
 
 from dflash_ops import cli_deploy, cli_many, deploy, gpus, many, render_many, status
 from dflash_ops import source as sources
-from dflash_ops.cli import app
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
 from dflash_ops.many import At, Outcome, each, worst
@@ -335,23 +333,9 @@ def box(sandbox: SandboxState, tmp_path: Path) -> Box:
     return Box(write_inventory(tmp_path, sandbox.name, more=MORE.format(name=tmp_path.name)), sandbox)
 
 
-@dataclass(frozen=True)
-class Here(Cli):
-    """The command line in this process, which saves each command half a second."""
-
-    def __call__(self, *words: Any, **_: Any) -> subprocess.CompletedProcess[bytes]:
-        done = CliRunner().invoke(app, [*words], env={"DFLASH_OPS_INVENTORY": str(self.inventory)})
-        code, said = done.exit_code, done.stderr_bytes or b""
-        if isinstance(done.exception, OpsError):
-            code, said = done.exception.exit_code, said + done.exception.line().encode()
-        elif done.exception is not None and not isinstance(done.exception, SystemExit):
-            raise done.exception
-        return subprocess.CompletedProcess(words, code, done.stdout_bytes, said)
-
-
 @pytest.fixture
-def cli(box: Box) -> Here:
-    return Here(box.inventory)
+def cli(box: Box) -> InProcess:
+    return InProcess(box.inventory)
 
 
 def results(done: subprocess.CompletedProcess[bytes]) -> dict[str, dict[str, Any]]:

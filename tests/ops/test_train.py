@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import stand_in
 from conftest import Box, Cli, write_inventory
+from in_process import InProcess
 from proxy import Proxy
 from stand_in import retry_until
 
@@ -204,7 +205,7 @@ def test_words_that_can_not_be(place: Container, cli: Cli, tmp_path: Path) -> No
         (("c.toml", "--env-file", "bad.env"), 3, "bad.env:2"),
         (("c.toml", "--resume", "nobody"), 8, "there is no run nobody"),
     ):
-        done = cli("train", "start", *words, cwd=tmp_path)
+        done = InProcess(cli.inventory)("train", "start", *words, cwd=tmp_path)
         assert (done.returncode, done.stderr.count(b"\n")) == (code, 1), done.stderr
         assert says in done.stderr.decode()
         assert b"hush" not in done.stderr
@@ -324,16 +325,17 @@ def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell) -> No
     def ran(name: str, config: str) -> None:
         train.start(shell, place, StartRequest(name, config, "mine.toml"))
 
+    here = InProcess(cli.inventory)
     ran("good", "steps = 2")
-    assert cli("train", "logs", "-f", "good").returncode == 0
+    assert here("train", "logs", "-f", "good").returncode == 0
     ran("bad", "steps = 2\ncode = 42")
     assert (cli("train", "logs", "-f", "bad").returncode, cli("train", "wait", "bad").returncode) == (100, 42)
-    shown = cli("train", "status", "bad").stdout.decode()
+    shown = here("train", "status", "bad").stdout.decode()
     assert "exit code 42" in shown and "| step 2" in shown
     ran("long", "")
-    assert cli("train", "wait", "--timeout", "0.1").returncode == 101
+    assert here("train", "wait", "--timeout", "0.1").returncode == 101
     train.stop(shell, place)
-    assert (cli("train", "logs", "-f", "long").returncode, cli("train", "wait", "long").returncode) == (103, 103)
+    assert (here("train", "logs", "-f", "long").returncode, here("train", "wait", "long").returncode) == (103, 103)
     with pytest.raises(NotFoundError):
         train.stop(shell, place, "good")
 
@@ -372,7 +374,7 @@ def test_a_restart_checks_all_before_it_stops(
         (("--gpus", "7"), 2, "does not have"),
         (("--set", "steeps=1"), 3, "steeps: not known"),
     ):
-        done = cli("train", "restart", "r", *words)
+        done = InProcess(cli.inventory)("train", "restart", "r", *words)
         assert (done.returncode, says in done.stderr.decode()) == (code, True), done.stderr
         assert train.status(shell, place, run.id).state is RunState.RUNNING, words
     assert b".tmp" not in inside(shell, place, "ls", "-A", f"{place.path}/runs")
