@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from dflash_ops import hints
 from dflash_ops.command import Container, Host
@@ -34,8 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Examples come from a fixed seed: a failure is there again in the next run.
-    settings.register_profile("tenth", max_examples=20, deadline=None, derandomize=True)
-    settings.register_profile("soak", max_examples=200, deadline=None, derandomize=True)
+    # No example is too slow, alone or with others: a busy machine says nothing of the code.
+    for name, count in (("tenth", 20), ("soak", 200)):
+        settings.register_profile(
+            name, max_examples=count, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        )
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
 
 

@@ -307,7 +307,8 @@ def test_when_the_time_is_over_no_further_try_is_made(
             threading.Event().wait(4)
 
     server.always = fault
-    rows = run(server, tmp_path, "--time-limit", "10000", "--concurrency", "4", "--request-timeout", "2")
+    patience = "2" if passing == "hangs" else "60"  # the first two must be answered within it
+    rows = run(server, tmp_path, "--time-limit", "10000", "--concurrency", "4", "--request-timeout", patience)
     assert len(rows) == 2 and counts(tmp_path)["unanswerable"] == 0
     tries = [body["messages"][0]["content"] for body in server.chats]
     assert len(tries) == len(set(tries)) <= 6

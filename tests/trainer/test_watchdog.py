@@ -46,7 +46,11 @@ def wait_until(condition: Callable[[], bool], meanwhile: Callable[[], None] = la
         time.sleep(0.002)
 
 
-def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # faulthandler writes to stderr too where the watchdog's thread can't run, or tell, for twice its seconds.
+    monkeypatch.setattr(module, "_dump_unless_again_within", lambda seconds: None)
     left, release, told = Left(), threading.Event(), list[str]()
 
     def hanging(number: int) -> int:
