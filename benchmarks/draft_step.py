@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SIZES, Size, specforge_step
+from shapes import SIZES, Size, save, specforge_step, why
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -105,12 +105,16 @@ def mask_alone(size: Size, batch: FeatureBatch, ours: Ours) -> dict[str, Any]:
 def measured(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
     """All variants and the peer over rows of each kind."""
     draft, shape = size.draft(), shape_of(size, device)
-    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
     batches = {kind: made_up_batch(draft, shape, device, rows_of(size, kind, device)) for kind in ("one", "packed")}
     held = batches["one"].device_bytes() + head_VH.nbytes
     steps: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {"variants": told, "rows": {}}
+
+    def keep() -> None:
+        save(options.found | found, options.out)
+
     ours: dict[str, Ours] = {}
     for name, words in options.variants.items():
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -121,40 +125,63 @@ def measured(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
                 mine.step(batches["one"])
             peak = peak_gib(device, lambda mine=mine: mine.step(batches["one"]))
         except Exception as error:  # one way that does not work must not cost the others
-            told[name] = {"switches": words, "failed": f"{type(error).__name__}: {error}"[:400]}
+            told[name] = {"switches": words, "failed": why(error)}
+            keep()
             continue
         if peak is not None:
             told[name]["peak_gib"] = round(peak - (before - held) / GIB, 2)
         ours[name] = mine
         steps[name] = mine.step
+        keep()
     if options.compile_only:
         return {"variants": told}
-    peer = specforge_step(size, device) if options.peer else None
-    if peer is not None:
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        ids = batches["one"].rows.ids_BS.to(device)
-
-        def theirs(batch: FeatureBatch) -> None:
-            peer(ids, batch.features_BSF)
-
-        for _ in range(2):
-            theirs(batches["one"])
-        steps["specforge"], told["specforge"] = theirs, {}
-        peak = peak_gib(device, lambda: theirs(batches["one"]))
-        if peak is not None:  # its weights, head and embedding were made before: what is left counts from the start
-            told["specforge"]["peak_gib"] = round(peak - before / GIB, 2)
-    found: dict[str, Any] = {"variants": told, "rows": {}}
+    try:
+        if options.peer:
+            add_peer(size, device, batches["one"], steps, told)
+    except Exception as error:
+        steps.pop("specforge", None)
+        told["specforge"] = {"failed": why(error)}
+    keep()
     for kind, batch in batches.items():
         operations = counted(draft, batch.rows).drafter
         times = alternating({n: lambda s=s, b=batch: s(b) for n, s in steps.items()}, device, rounds=options.steps)
         found["rows"][kind] = {name: rates(size.row_tokens, operations, one) for name, one in times.items()}
         found["rows"][kind]["documents"] = int(batch.rows.document_ids_BS.max()) + 1
-    if ours:
-        found["mask"] = {name: mask_alone(size, batches["packed"], mine) for name, mine in ours.items()}
+        keep()
+    found["mask"] = {}
+    for name, mine in ours.items():
+        try:
+            found["mask"][name] = mask_alone(size, batches["packed"], mine)
+        except Exception as error:
+            found["mask"][name] = {"failed": why(error)}
+    keep()
     if options.profile and ours:
-        profile(ours[list(ours)[-1]], batches["one"], options.profile)
-    del base
+        try:
+            profile(ours[list(ours)[-1]], batches["one"], options.profile)
+        except Exception as error:
+            found["profile"] = {"failed": why(error)}
     return found
+
+
+def add_peer(
+    size: Size, device: torch.device, batch: FeatureBatch, steps: dict[str, Any], told: dict[str, Any]
+) -> None:
+    """SpecForge's step and its peak, where it is installed."""
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    peer = specforge_step(size, device)
+    if peer is None:
+        return
+    ids = batch.rows.ids_BS.to(device)
+
+    def theirs(batch: FeatureBatch) -> None:
+        peer(ids, batch.features_BSF)
+
+    for _ in range(2):
+        theirs(batch)
+    steps["specforge"], told["specforge"] = theirs, {}
+    peak = peak_gib(device, lambda: theirs(batch))
+    if peak is not None:
+        told["specforge"]["peak_gib"] = round(peak - (before - batch.device_bytes()) / GIB, 2)
 
 
 def profile(mine: Ours, batch: FeatureBatch, file: Path) -> None:
@@ -179,23 +206,38 @@ def grown(size: Size, device: torch.device, options: Any) -> list[dict[str, Any]
         here = replace(size, row_tokens=row_tokens, anchors=count)
         shape = shape_of(here, device)
         head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
-        mine = Ours(here, head_VH, words, options.chunk_blocks)
-        mine.warm(shape)
-        if options.compile_only:
-            continue
-        batch = made_up_batch(here.draft(), shape, device, rows_of(here, "one", device))
-        times = alternating({"": lambda mine=mine, b=batch: mine.step(b)}, device, rounds=max(3, options.steps // 2))
-        operations = counted(here.draft(), batch.rows).drafter
-        one = {"row_tokens": row_tokens, "anchors": count, **rates(row_tokens, operations, times[""])}
-        one["peak_gib"] = peak_gib(device, lambda mine=mine, b=batch: mine.step(b))
-        found.append(one)
-        print(json.dumps(one), file=sys.stderr, flush=True)
-        del mine, batch, head_VH
+        try:
+            one = grown_at(here, shape, head_VH, device, words, options)
+        except Exception as error:  # too large for this GPU, say: the smaller ones stay
+            one = {"row_tokens": row_tokens, "anchors": count, "failed": why(error)}
+        if one:
+            found.append(one)
+            print(json.dumps(one), file=sys.stderr, flush=True)
+            save(options.found | {"growth": found}, options.out)
+        del head_VH
         if device.type == "cuda":
             torch.compiler.reset()
             torch.cuda.empty_cache()
-    base = found[0]["tflops"] if found else 1.0
-    return [one | {"tflops_over_the_first": round(one["tflops"] / base, 3)} for one in found]
+    timed = [one for one in found if "tflops" in one]
+    return [
+        one | {"tflops_over_the_first": round(one["tflops"] / timed[0]["tflops"], 3)} if "tflops" in one else one
+        for one in found
+    ]
+
+
+def grown_at(
+    here: Size, shape: BatchShape, head_VH: torch.Tensor, device: torch.device, words: str, options: Any
+) -> dict[str, Any]:
+    """One of them; empty where it is only compiled."""
+    mine = Ours(here, head_VH, words, options.chunk_blocks)
+    mine.warm(shape)
+    if options.compile_only:
+        return {}
+    batch = made_up_batch(here.draft(), shape, device, rows_of(here, "one", device))
+    times = alternating({"": lambda: mine.step(batch)}, device, rounds=max(3, options.steps // 2))
+    operations = counted(here.draft(), batch.rows).drafter
+    one = {"row_tokens": here.row_tokens, "anchors": here.anchors, **rates(here.row_tokens, operations, times[""])}
+    return one | {"peak_gib": peak_gib(device, lambda: mine.step(batch))}
 
 
 def place(word: str) -> tuple[int, int]:
@@ -236,6 +278,7 @@ def main() -> int:
     size = SIZES[options.size]
     found: dict[str, Any] = {"what": "draft step", "size": options.size, "where": where(device)}
     found["limit_tflops"] = float(f"{matrix_limit(device):.4g}")
+    options.found = found
     found |= {"growth": grown(size, device, options)} if options.growth else measured(size, device, options)
     text = json.dumps(found, indent=1)
     if options.out:

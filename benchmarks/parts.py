@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SIZES, Size
+from shapes import SIZES, Size, save, why
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -148,8 +148,9 @@ def attention(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
                 here[kind] = {"forward": round(one, 3), "backward": round(two - one, 3)}
             found[name] = here
         except Exception as error:  # a choice that the kernels refuse
-            found[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            found[name] = {"failed": why(error)}
         print(name, found[name], file=sys.stderr, flush=True)
+        save(options.found | {"attention": found}, options.out)
     return found
 
 
@@ -325,8 +326,13 @@ def main() -> int:
     if device.type == "cuda":
         use_compile_cache(lambda line: print(line, file=sys.stderr))
     found: dict[str, Any] = {"what": "parts", "size": options.size, "where": where(device)}
+    options.found = found
     for name in options.parts:
-        found[name] = PARTS[name](SIZES[options.size], device, options)
+        try:
+            found[name] = PARTS[name](SIZES[options.size], device, options)
+        except Exception as error:  # the other parts needn't be lost
+            found[name] = {"failed": {"failed": why(error)}}
+        save(found, options.out)
     text = json.dumps(found, indent=1)
     if options.out:
         options.out.write_text(text + "\n")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SIZES, Size
+from shapes import SIZES, Size, save, why
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "trainer"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -73,7 +73,7 @@ def features(size: Size, target: TargetModel, device: torch.device, options: Any
                 )
             fast = runner.fast
         except Exception as error:  # one way that does not work must not cost the others
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            failed[name] = why(error)
             continue
 
         def way(row: RowBatch, ids: torch.Tensor, places: torch.Tensor, fast: Any = fast) -> torch.Tensor:
@@ -87,6 +87,12 @@ def features(size: Size, target: TargetModel, device: torch.device, options: Any
     for kind, row in rows.items():
         ids, places = row.ids_BS.to(device), row.positions_BS.to(device)
         operations = counted(draft, row).target
+        for name in list(ways):
+            try:
+                ways[name](row, ids, places)
+            except Exception as error:
+                failed[name] = f"{kind}: {why(error)}"
+                del ways[name]
         work = {name: lambda way=way, row=row, i=ids, p=places: way(row, i, p) for name, way in ways.items()}
 
         @torch.no_grad()
@@ -97,6 +103,9 @@ def features(size: Size, target: TargetModel, device: torch.device, options: Any
         here = {name: rates(size.row_tokens, operations, one) for name, one in times.items()}
         for name, one in {"transformers": theirs, **work}.items():
             here[name]["peak_gib"] = peak_gib(device, one)
+        if not ways:
+            found[kind] = here
+            continue
         exact = ways[next(iter(ways))](row, ids, places).float()
         for name in list(ways)[1:]:
             moved = ways[name](row, ids, places).float() - exact
@@ -137,8 +146,9 @@ def whole(size: Size, target: TargetModel, folder: Path, options: Any) -> dict[s
             try:
                 told = bench.measure(config, steps=options.steps, packed=kind == "packed", say=say, targets=[target])
             except Exception as error:
-                told = {"failed": f"{type(error).__name__}: {error}"[:300]}
+                told = {"failed": why(error)}
             found.setdefault(name, {})[kind] = told
+            save(options.found | {"trainer": found}, options.out)
             print(name, kind, told.get("tokens_per_s", told.get("failed")), file=sys.stderr, flush=True)
     return found
 
@@ -265,17 +275,25 @@ def main() -> int:
         "where": where(device),
         "variants": options.variants,
     }
+    options.found = found
     found["limit_tflops"] = float(f"{matrix_limit(device):.4g}")
     target = TargetModel(size.model(device), tiny_tokenizer())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(size, folder)
-        if "features" in parts:
-            found["features"] = features(size, target, device, options)
-        if "trainer" in parts:
-            found["trainer"] = whole(size, target, folder, options)
-        if "overhead" in parts:
-            found["overhead"] = overhead(size, target, folder, options)
+        for part, work in (
+            ("features", lambda: features(size, target, device, options)),
+            ("trainer", lambda: whole(size, target, folder, options)),
+            ("overhead", lambda: overhead(size, target, folder, options)),
+        ):
+            if part not in parts:
+                continue
+            try:
+                found[part] = work()
+            except Exception as error:  # the other parts needn't be lost
+                found[part] = {"failed": why(error)}
+                say(f"{part}: {why(error)}")
+            save(found, options.out)
     text = json.dumps(found, indent=1)
     if options.out:
         options.out.write_text(text + "\n")

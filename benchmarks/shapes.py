@@ -1,5 +1,6 @@
 """Models of random weights that the speed benchmarks run on, and who else is there to be measured."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,17 @@ class Size:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with torch.device(device):
             return AutoModelForCausalLM.from_config(self.target_config(), dtype=dtype)
+
+
+def save(found: dict[str, Any], file: Path | None) -> None:
+    """What has been measured so far: a benchmark that is ended early, or fails, keeps that."""
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def why(error: Exception) -> str:
+    """A failure in short, to stand in a figure's place."""
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 SIZES = {
