@@ -25,8 +25,8 @@ def show(
 
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[object]], right: set[str], spare: Sequence[str]) -> bool:
     cells = [["-" if cell is None else render.clean(str(cell)) for cell in row] for row in (columns, *rows)]
-    if not all(cell.isascii() for row in cells for cell in row):
-        return False  # how wide that is, rich knows
+    if not all(cell.isascii() and cell == cell.rstrip() for row in cells for cell in row):
+        return False  # how wide that is, and what becomes of blanks at an end, rich knows
     by_column = dict(zip(columns, zip(*cells, strict=True), strict=True))
     widths = {name: max(map(len, column)) for name, column in by_column.items()}
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -14,7 +14,6 @@ package is missing; 9 eval: tokens that are not the target's own; 14 train: noth
 
 import argparse
 import contextlib
-import faulthandler
 import importlib
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from trainer.config import ConfigFault, TrainConfig, as_mapping, load
+from trainer.watchdog import stacks_on
 
 CONFIG_CODE = 3
 INTERRUPTED_CODE = 130
@@ -112,9 +112,7 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, signal.SIG_DFL)
 
-    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no such signal, or no stderr
-        # For who wonders what a run does: kill -USR1 writes every thread's stack into its log.
-        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    stacks_on(signal.SIGUSR1)  # for who wonders what a run does: kill -USR1 writes every thread's stack into its log
     # Before torch is imported, which takes seconds in which a stop may come.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

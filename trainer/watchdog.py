@@ -16,6 +16,7 @@ raised and no thread can be joined. What is on the disk is whole; starting again
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -138,6 +139,29 @@ def stacks() -> list[str]:
         lines.append(f"thread {names.get(ident, f'{ident}, not of Python')!r}:")
         lines += [line.rstrip() for line in traceback.format_stack(frame)[-FRAMES:]]
     return lines
+
+
+def stacks_on(number: int) -> None:
+    """From now on the signal has every thread's stack written to stderr, wherever the main thread is.
+
+    By a thread, which holds Python's lock meanwhile: faulthandler's handler walks the stacks of threads that run, and
+    that has ended a training with SIGSEGV.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.signal(number, _caught)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def tell() -> None:
+        while came := os.read(reading, 1):
+            if came[0] == number:
+                _try(_write, "\n".join(stacks()) + "\n")
+
+    threading.Thread(target=tell, name="stacks", daemon=True).start()
+
+
+def _caught(number: int, frame: object) -> None:
+    """All is done by the thread."""
 
 
 def _dump_unless_again_within(seconds: float) -> None:

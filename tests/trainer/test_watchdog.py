@@ -1,5 +1,6 @@
 """A process that hangs says what its threads do, and ends with a code of its own."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -170,3 +171,30 @@ def test_a_process_that_hangs_ends_with_code_14() -> None:
     of_faulthandler, _, report = ended.stderr.partition(line)
     assert of_faulthandler.startswith("Timeout (0:00:00.4") and 'File "<string>", line 6 in <module>' in of_faulthandler
     assert "thread 'MainThread':\n" in report and "threading.Event().wait()" not in of_faulthandler
+
+
+WAITS = """
+import signal, threading
+from trainer.watchdog import stacks_on
+
+stacks_on(signal.SIGUSR1)
+lock = threading.Lock()
+lock.acquire()
+print("waits", flush=True)
+lock.acquire()  # for ever, and no signal ends it
+"""
+
+
+def test_a_signal_has_the_stacks_told_and_ends_nothing() -> None:
+    words = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            assert process.stdout.readline() == "waits\n"
+            for _ in range(3):
+                process.send_signal(signal.SIGUSR1)
+                while process.stderr.readline() != "thread 'MainThread':\n":
+                    assert process.poll() is None
+                assert process.stderr.readline().startswith('  File "<string>", line ')
+        finally:
+            process.kill()
