@@ -73,7 +73,7 @@ check: $(STAMP)
 
 test: $(STAMP)
 	@$(EXTRAS)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal || { code=$$?; echo $$code > .pytest_cache/code; exit $$code; }
 
 soak: $(STAMP)
 	@$(EXTRAS)

@@ -30,7 +30,7 @@ def put(
     from dflash_ops import data
 
     if len(words) < 2:
-        raise UsageFault("put needs a file and a place", where=" ".join(words), next="put FILE shared/data/")
+        raise UsageFault("put needs a file and a place", where=" ".join(words), next="dflash-ops put FILE shared/data/")
     sources = [a_path(word) for word in words[:-1]]
     there.serve(lambda at: data.put(at.shell, at.place, sources, words[-1], progress=at.way), show_moved)
 

@@ -49,7 +49,7 @@ def watch(
     from dflash_ops.watch_page import Painter
 
     if not as_json and not os.isatty(1):
-        raise UsageFault("watch draws on a terminal", next="train watch --json, or train logs -f")
+        raise UsageFault("watch draws on a terminal", next="dflash-ops train watch --json, or dflash-ops train logs -f")
     container = find_container(inventory, target)
     with Shell() as shell:
         name = run or train.newest(shell, container).id

@@ -125,7 +125,7 @@ def shared_names(path: str, names: list[str], target: str) -> list[str]:
             "put writes only below shared/",
             where=printable(target),
             why=f"it is {path}/shared",
-            next="put FILE shared/data/",
+            next="dflash-ops put FILE shared/data/",
         )
     if not below or below.endswith("/"):
         twice = [name for name, count in Counter(names).items() if count > 1]

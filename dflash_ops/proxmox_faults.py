@@ -334,8 +334,3 @@ def _advice(why: str, upid: Upid) -> str:
     if "not most recent snapshot" in why or "most recent snapshot" in why:
         return "the storage goes back to the newest snapshot only; remove the newer ones first"
     return f"its whole log, on the host: pvesh get /nodes/{upid.node}/tasks/{upid.text}/log"
-
-
-def same_by_pvesh(call: Call) -> str:
-    """The call as a user would type it on the host."""
-    return f"pvesh {PVESH_VERBS[call.method]} /{'/'.join(call.path)}"
