@@ -17,7 +17,7 @@ from dflash_ops.errors import (
     TimedOutError,
     UnreachableError,
 )
-from dflash_ops.proxmox_values import PVESH_VERBS, THIS_NODE, Call, Upid, rights_on_containers
+from dflash_ops.proxmox_values import THIS_NODE, Call, Upid, rights_on_containers
 
 # What a token needs for all that is asked of a container.
 ROLE = "DFlashOps"
