@@ -101,7 +101,7 @@ def test_a_server_that_the_trainer_began_survives_its_stop(box: LocalBox, more: 
     server = int(tmux("display-message", "-p", "-t", "=theirs:", "#{pid}"))
     tmux("new-session", "-d", "-s", "mine", "sleep 1000")
     mine = pane("mine")
-    assert f"DFLASH_RUN_ID={folder.name}".encode() in Path(f"/proc/{mine}/environ").read_bytes().split(b"\0")
+    retry_until(lambda: processes.environment(mine).get(b"DFLASH_RUN_ID") == folder.name.encode())  # once it is sleep
     assert listed(box) == {"theirs": 1, "mine": 1}
     code, reply = box.stop("a", grace=0.3 if more else 20)
     assert (code, reply["survivors"], exists(trainer)) == (0, [], False)
