@@ -31,6 +31,14 @@ class Journal:
         self.status = Status.model_validate({**self.status.model_dump(), **changes, "updated_at": now()})
         replace_file(self._run_dir.status, self.status.model_dump_json(indent=2).encode())
 
+    def goes_on_from(self, step: int) -> None:
+        """Tells of the checkpoint's step before it is resumed from: a stop or an error may come first.
+
+        A later step that this run has told of stays.
+        """
+        if self.status.step < step:
+            self.update(step=step)
+
     def resume(self, step: int, first_loss: float | None, checkpoint: str | None, skipped: int = 0) -> None:
         """Goes on after `step`: records of later steps, and a torn last line, go away, since these steps come again."""
         kept: list[StepRecord] = []

@@ -118,6 +118,8 @@ def _train(
         say(line)
     check_paths(config)
     earlier = find_checkpoint(run, resume, say)
+    if earlier:
+        journal.goes_on_from(read_state(earlier).progress.step)
     if earlier and init_from:
         say(f"--init-from {init_from} does nothing: the training goes on from {earlier}")
 

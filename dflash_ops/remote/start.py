@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,12 @@ _TOOLS_MAIN = """\
 import importlib, sys
 sys.exit(importlib.import_module("dflash_ops.remote." + sys.argv[1]).main(sys.argv[2:]))
 """
-_CHECK_SECONDS = 60.0
 _SPAWN_SECONDS = 15.0
 _TMUX_SECONDS = 5.0  # two calls, together within the client's 15 s of silence
 _FREE_GRACE = 5.0
 # The longest that a start holds its lock: all its waits. Another one waits as long, for the holder may be its own first
 # try, whose answer was lost.
-HOLD_SECONDS = _CHECK_SECONDS + 2 * _FREE_GRACE + _SPAWN_SECONDS + 2 * _TMUX_SECONDS
+HOLD_SECONDS = preflight.CHECK_SECONDS + 2 * _FREE_GRACE + _SPAWN_SECONDS + 2 * _TMUX_SECONDS
 _SHOW_RELEASES = "dflash-ops releases"
 _SHOW_RUNS = "dflash-ops train list"
 
@@ -78,7 +76,8 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
             freed, removed = _free_stale(path, parameters["name"])
             notes = preflight.check(path, parameters, resumed, picture=picture)
             if resumed is not None:
-                notes.append(f"goes on from {resumed.name}, {rundir.checkpoints(resumed)[-1].replace('-', ' ')}")
+                step = int(rundir.checkpoints(resumed)[-1].removeprefix("step-"))
+                notes.append(f"goes on from {resumed.name}, step {step}")
             notes += [f"removed {file}, which an earlier run left" for file in removed]
             if unlocked:
                 uuids = ", ".join(unlocked["uuids"])
@@ -188,10 +187,11 @@ def _prepare(
         if parameters.get("notify"):
             urls = "".join(f"{url}\n" for url in parameters["notify"])
             rundir.write_file(draft / "notify", urls.encode("utf-8", "surrogateescape"), mode=0o600)
-        _check_config(draft / "config.toml", release, python, parameters)
+        config = preflight.checked_config(draft / "config.toml", release, python, parameters)
+        preflight.check_named(config, release, parameters, resumed)
         command = [python, "-m", "trainer", "train", str(folder / "config.toml"), str(folder)]
         if parameters["init_from"]:
-            if not Path(parameters["init_from"]).is_dir():
+            if not (release / parameters["init_from"]).is_dir():  # as the trainer, which runs in the release, finds it
                 raise answers.Fault(
                     "not_found", f"no drafter at {parameters['init_from']}", "", "give a folder in the container"
                 )
@@ -239,49 +239,6 @@ def _git_state(release: Path) -> dict[str, Any]:
     """What the release's manifest says of the git repository that it came from."""
     manifest = rundir.read_json(release / releases.MANIFEST) or {}
     return {name: manifest[name] for name in ("commit", "dirty", "branch") if name in manifest}
-
-
-def _check_config(config: Path, release: Path, python: str, parameters: dict[str, Any]) -> None:
-    words = [python, "-m", "trainer", "check", str(config)]
-    for setting in parameters["set"]:
-        words += ["--set", setting]
-    try:
-        code, said = _run_with_beats(words, release, _CHECK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise answers.Fault(
-            "preflight", "the release can't check the config", str(error), "dflash-ops deploy"
-        ) from None
-    if code == 0:
-        return
-    lines = [line for line in said.decode("utf-8", "replace").strip().split("\n") if line.strip()]
-    # The user knows the file by the name on their own machine.
-    why = (lines[-1] if lines else f"exit code {code}").replace(str(config), parameters["config_name"])
-    if code == 3:
-        raise answers.Fault("config", "the trainer refuses the config", why, "correct it and start again")
-    raise answers.Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
-
-
-def _run_with_beats(words: list[str], folder: Path, seconds: float) -> tuple[int, bytes]:
-    """Exit code and stderr of a command that may take a while."""
-    with tempfile.TemporaryFile() as errors:
-        asked = subprocess.Popen(
-            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, close_fds=True
-        )
-
-        def ended() -> bool:
-            return asked.poll() is not None
-
-        def tell(left: float) -> None:
-            answers.beat("the release checks the config", left)
-
-        try:
-            if not processes.wait_until(ended, seconds, every=0.02, on_wait=tell):
-                raise subprocess.TimeoutExpired(words[1:4], seconds)
-        finally:
-            asked.kill()
-            asked.wait()
-        errors.seek(0)
-        return asked.returncode, errors.read()
 
 
 def _resumed(path: Path, run: str | None) -> Path | None:

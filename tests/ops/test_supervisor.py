@@ -65,7 +65,9 @@ def test_stop_lets_the_trainer_save(box: Box) -> None:
 def test_resume_names_the_earlier_run(box: Box) -> None:
     first = box.start("a", "steps = 5")
     box.ended(first)
-    second = box.start("a", "steps = 7", resume="a")
+    code, reply = box.try_start("a", "steps = 7", resume="a")
+    assert (code, reply["notes"]) == (0, [f"goes on from {first.name}, step 5"])
+    second = box.path / "runs" / reply["facts"]["run_id"]
     box.ended(second)
     assert (second / "log").read_bytes().startswith(b"resumed at step 5\nstep 6 ")
     assert rundir.read_json(second / "run.json")["resumes"] == first.name  # type: ignore[index]

@@ -96,6 +96,22 @@ def test_a_stop_while_data_is_prepared_ends_the_training_soon(
     assert not list((tmp_path / "run" / "prepared").iterdir())
 
 
+def test_a_resumed_run_that_is_stopped_at_once_tells_the_step_it_stands_at(
+    done: tuple[TrainConfig, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    stop, lines, run = threading.Event(), list[str](), tmp_path / "run"
+    stop.set()
+    config = config_of(tiny_folder, train__steps=20)
+    assert train(config, run, resume=done[1], stop=stop, say=lines.append) == "stopped"
+    status = status_of(run)
+    assert (status.state, status.step, status.checkpoint, lines[-1]) == ("stopped", 2, None, "stopped at step 2/20")
+    # What is told may be of steps that were done after the checkpoint: it stays.
+    told = RunDir(run).status.read_text().replace('"step": 2,', '"step": 5,')
+    RunDir(run).status.write_text(told)
+    assert train(config, run, resume=done[1], stop=stop, say=silent) == "stopped"
+    assert status_of(run).step == 5
+
+
 def test_two_trainings_in_one_folder_do_not_meet(done: tuple[TrainConfig, Path]) -> None:
     config, folder = done
     before = RunDir(folder).status.read_bytes()
