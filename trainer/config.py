@@ -27,7 +27,10 @@ MOVED = {
 
 
 class ConfigFault(ValueError):
-    """A config that the trainer refuses. `key` is dotted ("train.steps"), "" when the file as a whole is wrong."""
+    """A config that the trainer refuses.
+
+    `key` is dotted ("train.steps"), or several with commas between; "" when the file as a whole is wrong.
+    """
 
     def __init__(self, file: str, key: str, why: str, nearest: str | None = None) -> None:
         self.file, self.key, self.why, self.nearest = file, key, why, nearest
@@ -262,6 +265,8 @@ def load(source: Path | str | bytes, sets: Sequence[str] = (), file: str | None 
         why = f"{version} is newer than this trainer, which knows {SCHEMA_VERSION}"
         raise ConfigFault(name, "schema_version", why)
     data = _on_preset(data, name)
+    if lacking := ", ".join(presets.unfilled(data)):
+        raise ConfigFault(name, lacking, f'still to be filled in, where "{presets.UNFILLED}" stands')
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:

@@ -52,7 +52,8 @@ def test_a_section_that_is_no_section_is_still_refused() -> None:
 def test_a_written_config_is_one_and_holds_every_key(name: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", *([name] if name else [])]) == 0
     text = capsys.readouterr().out
-    config = load(text.encode())
+    filled = ["data.train=own.jsonl", "train.steps=7", *(() if name else ("target.path=own",))]
+    config = load(text.encode(), filled)
     expected = presets.values_of(name) if name else {}
     for section, values in expected.items():
         assert values.items() <= as_mapping(config)[section].items()
@@ -61,16 +62,38 @@ def test_a_written_config_is_one_and_holds_every_key(name: str | None, capsys: p
     with_defaults = tomllib.loads("\n".join(line for line in all_set.split("\n") if not line.endswith("=")))
     as_it_is = as_mapping(config)
     for section in ("target", "draft", "data", "train", "layout"):
-        assert with_defaults[section].items() <= as_it_is[section].items()
+        told = {key: value for key, value in with_defaults[section].items() if value != presets.UNFILLED}
+        assert told.items() <= as_it_is[section].items()
         wanted = TrainConfig.model_fields[section].annotation
         assert wanted is not None
         assert all(f"{key} =" in text for key in wanted.model_fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "unfilled"), [(None, "target.path, data.train, train.steps"), ("qwen3-4b", "data.train, train.steps")]
+)
+def test_what_a_written_config_lacks_has_to_be_filled_in(
+    name: str | None, unfilled: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "config.toml"
+    assert main(["config", *([name] if name else []), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}; fill in {unfilled}\n"
+    for words in (["check", str(out)], ["check", str(out), "--json"], ["train", str(out), "--dry-run"]):
+        assert main(words) == 3
+        told = capsys.readouterr()
+        assert (told.out, told.err) == ("", f'{out}: {unfilled}: still to be filled in, where "FILL IN" stands\n')
+    rest = ["--set=target.path=x", "--set=train.steps=7"]
+    assert main(["check", str(out), *rest]) == 3
+    assert f"{out}: data.train: still to be filled in" in capsys.readouterr().err
+    assert main(["check", str(out), *rest, "--set=data.train=x.jsonl"]) == 0
+    assert capsys.readouterr().out == f"{out}: good, 7 steps\n"
+
+
 def test_a_config_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "config.toml"
+    filled = ["data.train=own.jsonl", "train.steps=7"]
     assert main(["config", "qwen3-8b", "--out", str(out)]) == 0
-    assert load(out).target.path == "Qwen/Qwen3-8B"
+    assert load(out, filled).target.path == "Qwen/Qwen3-8B"
     assert main(["config", "--out", str(out)]) == 1
     assert "exists" in capsys.readouterr().err
-    assert load(out).target.path == "Qwen/Qwen3-8B"
+    assert load(out, filled).target.path == "Qwen/Qwen3-8B"

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 FOLDER = Path(__file__).parent
 WIDTH = 110
 EXAMPLES = {"target.path": "Qwen/Qwen3-4B", "data.train": "conversations.jsonl", "train.steps": 10000}
-"""What a written config shows for the keys that have neither a default nor a value of the preset."""
+"""Values of the keys that have neither a default nor a value of the preset, for a written config's explanations."""
+UNFILLED = "FILL IN"
+"""What stands there as their value. A config that still has it is refused."""
 
 
 def names() -> list[str]:
@@ -33,11 +35,12 @@ def values_of(name: str) -> dict[str, Any]:
 def written(model: type[BaseModel], preset: str | None) -> str:
     """A config of this model as TOML, every key explained.
 
-    Keys of the preset, and those that have no default, are set; the others stand there as comments with their default.
+    Keys of the preset are set, those that have no default are to be filled in; the others stand there as comments with
+    their default.
     """
     values = values_of(preset) if preset else {}
     head = f"# The preset {preset}, with every key there is.\n" if preset else "# Every key there is.\n"
-    head += "# A key behind a # has its default.\n\n"
+    head += f'# A key behind a # has its default; where "{UNFILLED}" stands, there is none.\n\n'
     plain = {n: info for n, info in model.model_fields.items() if not _is_section(info)}
     top = "\n".join(_key(n, info, values, "") for n, info in plain.items() if n != "preset")
     sections = [
@@ -63,7 +66,8 @@ def _key(name: str, info: FieldInfo, values: Mapping[str, Any], section: str) ->
     if name in values:
         return f"{explained}{name} = {_toml(values[name])}"
     if info.is_required():
-        return f"{explained}{name} = {_toml(EXAMPLES[section + name])}"
+        example = _toml(EXAMPLES[section + name])
+        return f"{explained}# For example {example}.\n{name} = {_toml(UNFILLED)}"
     if info.default is None:
         return f"{explained}#{name} ="
     return f"{explained}#{name} = {_toml(info.default)}"
@@ -72,6 +76,15 @@ def _key(name: str, info: FieldInfo, values: Mapping[str, Any], section: str) ->
 def _toml(value: object) -> str:
     """A value in TOML: its strings, numbers, booleans and lists are JSON's."""
     return json.dumps(value)
+
+
+def unfilled(values: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """The keys, dotted, that still have to be filled in: of a config's values, or of a section's."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from unfilled(cast(dict[str, Any], value), f"{section}{name}.")
+        elif value == UNFILLED:
+            yield section + name
 
 
 def main(words: Sequence[str]) -> int:
@@ -88,5 +101,5 @@ def main(words: Sequence[str]) -> int:
         return 0
     with options.out.open("x") as file:
         file.write(text)
-    print(f"wrote {options.out}; set data.train and train.steps in it")
+    print(f"wrote {options.out}; fill in {', '.join(unfilled(tomllib.loads(text)))}")
     return 0
