@@ -1,13 +1,17 @@
-"""What a run needs of the container besides code: free GPUs, room for checkpoints, shared memory, apprise.
+"""What a run needs of the container besides code: a config that the release takes, the model and the data that this
+names, free GPUs, room for checkpoints, shared memory, apprise.
 
 Each refusal says what is missing and what to do. Standard library only, Python >= 3.9.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,12 @@ from typing import Any
 from dflash_ops.remote import gpuproof, notify, probe, processes, rundir
 from dflash_ops.remote.answers import Fault, beat
 
+CHECK_SECONDS = 60.0  # for the release's trainer to check its config
 ROOM_BYTES = 1 << 30
 SHM_BYTES = 64 << 20  # for each GPU: NCCL and torch's workers exchange data there
 _SHM = Path("/dev/shm")
+# Keys of the config that name what must be there, and the folder of shared/ where such things usually lie.
+_NAMED = {"target.path": "models", "data.train": "data", "data.heldout": "data", "init_from": "drafters"}
 # A card that somebody else uses: more than a desktop or a persistence daemon takes.
 _TAKEN_SHARE = 0.1
 _FREE_SECONDS = 3.0
@@ -59,6 +66,92 @@ def check(
     if not all(map(notify.is_webhook, urls)):
         _apprise(parameters["python"])
     return notes
+
+
+def checked_config(file: Path, release: Path, python: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The config as the release's own trainer reads it: --set, preset and defaults in it; empty when that trainer does
+    not tell. Fault when it refuses it."""
+    words = [python, "-m", "trainer", "check", str(file), "--json"]
+    for setting in parameters["set"]:
+        words += ["--set", setting]
+    try:
+        code, told, said = _run_with_beats(words, release, CHECK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Fault("preflight", "the release can't check the config", str(error), "dflash-ops deploy") from None
+    if code == 0:
+        try:
+            return dict(json.loads(told))
+        except (ValueError, TypeError):
+            return {}
+    lines = [line for line in said.decode("utf-8", "replace").strip().split("\n") if line.strip()]
+    # The user knows the file by the name on their own machine.
+    why = (lines[-1] if lines else f"exit code {code}").replace(str(file), parameters["config_name"])
+    if code == 3:
+        raise Fault("config", "the trainer refuses the config", why, "correct it and start again")
+    raise Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
+
+
+def _run_with_beats(words: list[str], folder: Path, seconds: float) -> tuple[int, bytes, bytes]:
+    """Exit code, stdout and stderr of a command that may take a while."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        asked = subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, close_fds=True)
+
+        def ended() -> bool:
+            return asked.poll() is not None
+
+        try:
+            if not processes.wait_until(
+                ended, seconds, every=0.02, on_wait=lambda left: beat("the release checks the config", left)
+            ):
+                raise subprocess.TimeoutExpired(words[1:4], seconds)
+        finally:
+            asked.kill()
+            asked.wait()
+        out.seek(0)
+        errors.seek(0)
+        return asked.returncode, out.read(), errors.read()
+
+
+def check_named(config: dict[str, Any], release: Path, parameters: dict[str, Any], resumed: Path | None) -> None:
+    """Fault when the config names a model or data that the container has not; the trainer would find that out only
+    after it has loaded its libraries. It runs in the release's folder: relative paths begin there."""
+    sections = {it: config[it] for it in ("target", "data") if isinstance(config.get(it), dict)}
+    named: dict[str, Any] = {f"{it}.{key}": value for it, section in sections.items() for key, value in section.items()}
+    if resumed is None and not parameters["init_from"]:  # else it is not looked at
+        named["init_from"] = config.get("init_from")
+    lacking: dict[str, str] = {}
+    advice: list[str] = []
+    for key, kind in _NAMED.items():
+        said = named.get(key)
+        if not isinstance(said, str) or (said.startswith("~") and "HOME" in parameters["env_names"]):
+            continue
+        place = os.path.join(release, said if key == "init_from" else os.path.expanduser(said))
+        absent = "" if os.path.exists(place) else f"no {place}"
+        if why := _lack_of_model(said, place) if kind == "models" else absent:
+            lacking[key] = why
+            advice.append(_advice(key, said, os.path.normpath(place), kind, parameters["path"]))
+    if lacking:
+        reasons = "; ".join(f"{key}: {why}" for key, why in lacking.items())
+        what = f"{parameters['config_name']} names what the container lacks"
+        raise Fault("preflight", what, reasons, "; ".join(dict.fromkeys(advice)))
+
+
+def _lack_of_model(said: str, place: str) -> str:
+    """Why there is no model; empty when there is one, or when the trainer would take it for a hub name, which is not
+    looked for here. A hub name has one slash at most."""
+    if os.path.exists(place):
+        return "" if os.path.isfile(os.path.join(place, "config.json")) else f"no config.json in {place}"
+    return f"no {place}" if said.startswith(("/", ".", "~")) or said.count("/") > 1 else ""
+
+
+def _advice(key: str, said: str, place: str, folder: str, path: str) -> str:
+    """How what is lacking comes into the container, and what the config must say then."""
+    name, inside = os.path.basename(place), os.path.relpath(place, path)
+    if inside.startswith("shared/"):
+        return f"dflash-ops put {shlex.quote(name)} {shlex.quote(os.path.dirname(inside))}/, or correct {key}"
+    local = said.rstrip("/") if said.startswith("/") else name  # most likely a path of the user's own machine
+    setting = shlex.quote(f"{key}={path}/shared/{folder}/{name}")
+    return f"dflash-ops put {shlex.quote(local)} shared/{folder}/, then --set {setting}"
 
 
 def _gpus(path: Path, wanted: list[int] | None, leaving: Collection[int], picture: gpuproof.Picture) -> list[str]:

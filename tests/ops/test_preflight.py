@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import stand_in
 from stand_in import LocalBox
 
+import trainer
 from dflash_ops.remote import answers, gpuproof, preflight, processes, rundir
 from dflash_ops.remote.gpuproof import Card, Picture
 
@@ -176,3 +178,78 @@ def test_a_repeated_run_is_the_earlier_one_but_for_what_is_said(box: LocalBox) -
     assert (rundir.read_json(third / "run.json") or {})["settings"] == ["x=1", "x=2"]
     assert box.try_start("a", None, like="nobody")[0] == 8  # type: ignore[arg-type]
     assert not [it for it in processes.table() if b"hush" in processes.environment(it.pid).values()]
+
+
+def config_text(target: str, train: str, more: str = "") -> str:
+    return f'{more}[target]\npath = "{target}"\n[data]\ntrain = "{train}"\n[train]\nsteps = 5\n'
+
+
+@pytest.fixture
+def real(box: LocalBox) -> LocalBox:
+    """With the real trainer in the release, which alone knows what a config says."""
+    package = box.path / "releases" / stand_in.RELEASE / "trainer"
+    shutil.rmtree(package)
+    package.symlink_to(Path(trainer.__file__).parent)
+    return box
+
+
+def test_a_start_refuses_paths_that_are_not_there(real: LocalBox) -> None:
+    """Before anything has changed; --set and a relative path count as for the trainer."""
+    release = real.path / "releases" / stand_in.RELEASE
+    text = config_text("./models/none", "/home/me/chats.jsonl")
+    code, reply = real.try_start("a", text, set=["data.heldout=data/none.jsonl", f"init_from={real.path}/shared/d/no"])
+    assert (code, reply["what"]) == (6, "mine.toml names what the container lacks")
+    for key, place in (
+        ("target.path", f"{release}/./models/none"),
+        ("data.train", "/home/me/chats.jsonl"),
+        ("data.heldout", f"{release}/data/none.jsonl"),
+        ("init_from", f"{real.path}/shared/d/no"),
+    ):
+        assert f"{key}: no {place}" in reply["why"]
+    chats = (
+        f"dflash-ops put /home/me/chats.jsonl shared/data/, then --set data.train={real.path}/shared/data/chats.jsonl"
+    )
+    assert chats in reply["next"] and "dflash-ops put no shared/d/, or correct init_from" in reply["next"]
+    assert list((real.path / "runs").iterdir()) == []
+    # What --set says goes before the file.
+    (release / "here.jsonl").touch()
+    code, reply = real.try_start("a", text, set=["data.train=here.jsonl"])
+    assert (code, reply["why"]) == (6, f"target.path: no {release}/./models/none")
+
+
+def test_what_is_there_or_may_be_a_hub_name_is_not_refused(real: LocalBox, tmp_path: Path) -> None:
+    release = real.path / "releases" / stand_in.RELEASE
+    model, file = release / "models" / "mine", tmp_path / "c.toml"
+    (release / "data").mkdir()
+    (release / "data" / "x.jsonl").touch()
+
+    def lacks(target: str, train: str = "data/x.jsonl", top: str = "", resumed: Path | None = None, **more: Any) -> str:
+        file.write_text(config_text(target, train, top))
+        parameters = stand_in.start_parameters(real.path, "a", "", **more)
+        try:
+            config = preflight.checked_config(file, release, sys.executable, parameters)
+            preflight.check_named(config, release, parameters, resumed)
+        except answers.Fault as fault:
+            return fault.parts["why"]
+        return ""
+
+    assert lacks("Qwen/Qwen3-4B") == lacks("gpt2") == lacks("models/mine") == ""
+    assert lacks("a/b/c") == f"target.path: no {release}/a/b/c"
+    model.mkdir(parents=True)
+    assert lacks("models/mine") == f"target.path: no config.json in {model}"
+    (model / "config.json").touch()
+    assert lacks("models/mine") == lacks("./models/mine") == lacks(str(model), "data") == ""
+    assert "data.train: no " in lacks("gpt2", "data/y.jsonl")
+    # Another home is in the trainer's environment alone.
+    assert "target.path: no " in lacks("~/no-such-model")
+    assert lacks("~/no-such-model", env_names=["HOME"]) == ""
+    # A drafter to begin with, where nothing goes before it.
+    assert lacks("gpt2", top='init_from = "drafter"\n') == f"init_from: no {release}/drafter"
+    assert lacks("gpt2", top='init_from = "drafter"\n', init_from="x") == ""
+    assert lacks("gpt2", top='init_from = "drafter"\n', resumed=tmp_path) == ""
+
+
+def test_a_trainer_that_tells_nothing_of_its_config_starts(box: LocalBox) -> None:
+    """And --init-from is looked for where the trainer looks."""
+    (box.path / "releases" / stand_in.RELEASE / "drafter").mkdir()
+    box.ended(box.start("a", "steps = 1", init_from="drafter"))

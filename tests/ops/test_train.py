@@ -147,7 +147,13 @@ def test_start_to_first_step_stop_resume_kill_resume_finish(tiny: Path, cli: Cli
     assert [run.state for run in train.list_runs(shell, box.container)] == ["stopped", "failed", "finished"]
 
 
-def test_a_config_that_the_trainer_refuses(config: Path, cli: Cli, box: Box, shell: Shell) -> None:
+def test_a_config_that_is_refused(config: Path, cli: Cli, box: Box, shell: Shell) -> None:
+    there = f"{box.container.path}/shared/tiny"
+    lacking = cli("train", "start", str(config))
+    line = lacking.stderr.decode()
+    assert (lacking.returncode, line.count("\n")) == (6, 1), line
+    assert f"{config} names what the container lacks (" in line and f"target.path: no {there}; data.train: no " in line
+    assert "Next: dflash-ops put tiny shared/, or correct target.path; " in line and f"{there}/heldout.jsonl" in line
     config.write_text(config.read_text().replace("steps =", "steeps ="))
     refused = cli("train", "start", str(config))
     assert refused.returncode == 3
