@@ -20,6 +20,9 @@ from dflash_ops.remote.answers import Fault
 _SILENCE_SECONDS = 30.0
 _BEAT_SECONDS = 5.0
 _LAST_LINES = 40
+_LINE_BYTES = 1 << 16  # what is longer is passed on in pieces: a bar of progress may have no line end at all
+_READ_BYTES = 1 << 16  # as much as a pipe holds
+_KILL_SECONDS = 10.0
 
 
 class Attending:
@@ -57,43 +60,46 @@ class Attending:
         stream = program.stdout if out is None else program.stderr
         assert stream is not None
         try:
-            lines = self._follow(program, stream.fileno())
-            return program.wait(), lines
+            return self._follow(program, stream.fileno())
         finally:
             if program.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
-                program.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+                    program.wait(_KILL_SECONDS)
             stream.close()
 
     def _listen(self, seconds: float) -> bool:
         """Reads what has come; False when it has left, or was silent for too long."""
         if select.select([0], [], [], seconds)[0]:
-            part = os.read(0, 1 << 16)
+            part = os.read(0, _READ_BYTES)
             self._bytes += part
             self._heard_at = time.monotonic()
             return bool(part)
         return time.monotonic() - self._heard_at < _SILENCE_SECONDS
 
-    def _follow(self, program: subprocess.Popen[bytes], stream: int) -> list[str]:
-        rest, lines, beat = b"", list[str](), time.monotonic() + _BEAT_SECONDS
+    def _follow(self, program: subprocess.Popen[bytes], stream: int) -> tuple[int, list[str]]:
+        """Until the program has ended, whether or not its stream has: a program may close it and work on, and a child
+        that lives on may keep it open."""
+        rest, lines, is_open, beat = b"", list[str](), True, time.monotonic() + _BEAT_SECONDS
         while True:
-            ready = select.select([0, stream], [], [], 0.2)[0]
+            code = program.poll()  # before the read: then that is all that it said
+            patience = 0.0 if code is not None else 0.2 if is_open else 0.02
+            ready = select.select([0, stream] if is_open else [0], [], [], patience)[0]
             if not self._listen(0):
                 raise Fault("failed", "the link broke while a program ran in the container", "", "run it again")
             if time.monotonic() > beat:
                 beat = time.monotonic() + _BEAT_SECONDS
                 answers.say({"event": "busy"})
-            if stream not in ready:
-                if program.poll() is None:
-                    continue
-                return lines  # it has ended; a child of it that lives on has its stream
-            part = os.read(stream, 1 << 16)
-            *whole, rest = (rest + (part or b"\n")).split(b"\n")
+            part = os.read(stream, _READ_BYTES) if stream in ready else b""
+            is_open = is_open and (stream not in ready or bool(part))
+            *whole, rest = (rest + part).split(b"\n")
+            if len(rest) > _LINE_BYTES or not is_open or code is not None:
+                whole, rest = [*whole, rest], b""
             for line in whole:
                 text = line.decode("utf-8", "replace").strip()
                 if text:
                     lines = [*lines[-_LAST_LINES:], text]
                     answers.say({"event": "line", "text": text})
-            if not part:
-                return lines
+            if code is not None:
+                return code, lines
