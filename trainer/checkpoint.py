@@ -30,7 +30,6 @@ from trainer.draft_config import DraftConfig
 from trainer.files import (
     built_beside,
     file_digest,
-    names_in,
     nothing,
     remove,
     replace_synced,
@@ -41,7 +40,7 @@ from trainer.origin import Origin
 from trainer.randomness import restore_random_states
 from trainer.records import checkpoint_name
 from trainer.scores import Best, Score, ranking, read_hint
-from trainer.snapshot import HostCopy, Snapshot, Trained
+from trainer.snapshot import Snapshot, Trained
 from trainer.speculators import EMBEDDING, HEAD, REDUCED, from_speculators, is_speculators
 from trainer.state import (
     CHECKPOINT,
@@ -73,20 +72,6 @@ class Written(NamedTuple):
     path: Path
     best: bool  # of all that were measured so far
     notes: tuple[str, ...] = ()  # what was odd about the others, for the log
-
-
-def save_drafter(folder: Path, model: DraftModel, config: DraftConfig, dtype: torch.dtype | None = None) -> None:
-    """Writes config.json and model.safetensors in the z-lab format; `dtype` converts the weights, None keeps theirs.
-
-    An older drafter in `folder` is replaced as a whole. Raises CheckpointError when anything else is there, OSError
-    when the disk refuses.
-    """
-    folder = Path(folder).resolve()  # also for "." and "..", which have no name
-    if folder.exists() and not (folder.is_dir() and names_in(folder) in (set[str](), {CONFIG_FILE, MODEL_FILE})):
-        raise CheckpointError(f"{folder} is not a drafter: it will not be replaced")
-    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    with built_beside(folder) as building:
-        drafter_files(building, weights, config)
 
 
 def drafter_files(
@@ -161,21 +146,6 @@ def _take_ends(folder: Path, weights: dict[str, Tensor], target: Ends | None) ->
 
 
 # --- checkpoints ---
-
-
-def save_checkpoint(
-    folder: Path,
-    model: DraftModel,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    keep: int,
-    *,
-    score: Score | None = None,
-    origin: Origin | None = None,
-) -> Path:
-    """Copies everything to the host and writes it, in this thread: see write_checkpoint."""
-    snapshot = HostCopy().take(Trained.alone(model, optimizer))
-    return write_checkpoint(folder, snapshot, progress, keep, score=score, origin=origin).path
 
 
 def write_checkpoint(
@@ -319,11 +289,6 @@ def _kept_for_it(unknown: list[Path]) -> str:
     return f"one of {names} may be the best, so all are kept; delete {BEST_FILE} to let them go"
 
 
-def read_best(folder: Path) -> Best | None:
-    """The best checkpoint below `folder`; None when none was measured, or all that were are damaged or gone."""
-    return judge(folder).best
-
-
 # Checkpoints that this process wrote or has read through, and how their files were then: they need not be read again.
 _verified: dict[Path, list[tuple[str, int, int, int]]] = {}
 
@@ -354,11 +319,6 @@ def newest_good_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | N
     if found:
         raise CheckpointError(f"all checkpoints in {folder} ({len(found)}) are damaged: delete them to begin anew")
     return None
-
-
-def load_checkpoint(checkpoint: Path, model: DraftModel, optimizer: torch.optim.Optimizer) -> Progress:
-    """As `restore`, into a drafter that learns alone."""
-    return restore(checkpoint, Trained.alone(model, optimizer))
 
 
 def restore(checkpoint: Path, state: Trained) -> Progress:

@@ -206,8 +206,3 @@ class Rows:
     def _useful(self, documents: Integers) -> Bools:
         """Which documents have a place for an anchor in their first `row_tokens`."""
         return self.prepared.firsts(documents) + 2 <= self.row_tokens
-
-
-def rows_once(prepared: Prepared, row_tokens: int) -> Iterator[Row]:
-    """All documents once, in their own order."""
-    return Rows(prepared, row_tokens=row_tokens, seed=0, shuffle=False).once()

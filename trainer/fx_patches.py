@@ -194,7 +194,3 @@ def _autowrap_check(patcher: Any, frame_dict: dict[str, Any], function_ids: set[
             plain = _wrappers.plain(value)
             if not name.startswith("_") and callable(plain) and _wrappers.ids(plain) & function_ids:
                 patcher.patch(frame_dict, name, plain)
-
-
-def anything_patched() -> bool:
-    return bool(_places)

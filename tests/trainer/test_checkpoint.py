@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_draft import CONFIG
+from tiny_checkpoints import load_checkpoint, save_checkpoint, save_drafter
 
 from trainer.checkpoint import (
     CheckpointError,
@@ -25,12 +26,9 @@ from trainer.checkpoint import (
     StateFile,
     Written,
     damage,
-    load_checkpoint,
+    judge,
     load_drafter,
     newest_good_checkpoint,
-    read_best,
-    save_checkpoint,
-    save_drafter,
     write_checkpoint,
 )
 from trainer.data import Cursor
@@ -164,7 +162,7 @@ def test_a_decoded_score_goes_before_an_estimate(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     for step, score in enumerate([Score(3.0, "cycle"), Score(1.5, "decoded"), Score(4.0, "cycle")], start=1):
         save_checkpoint(tmp_path, model, optimizer, at(step), keep=1, score=score)
-    best = read_best(tmp_path)
+    best = judge(tmp_path).best
     assert best is not None and (best.name, best.score, best.measured) == ("step-00000002", 1.5, "decoded")
 
 
@@ -177,14 +175,14 @@ def test_a_damaged_best_is_replaced_by_the_next_one_that_was_measured(harm: str,
         os.utime(tmp_path / "step-00000001/model.safetensors", ns=(0, 0))
     else:
         shutil.rmtree(tmp_path / "step-00000001")
-    assert read_best(tmp_path) is None
+    assert judge(tmp_path).best is None
     save_checkpoint(tmp_path, model, optimizer, at(2), keep=1, score=Score(2.0, "cycle"))
     assert best_name(tmp_path) == "step-00000002"
     assert names(tmp_path) == ["best.json", "step-00000002"]
 
 
 def best_name(folder: Path) -> str | None:
-    best = read_best(folder)
+    best = judge(folder).best
     return best and best.name
 
 
@@ -425,7 +423,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 def test_a_drafter_with_wrong_tensors_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
-    save_drafter(folder, DraftModel(CONFIG), CONFIG)
+    save_drafter(folder, DraftModel(CONFIG))
     good = load_file(folder / "model.safetensors")
     changes = {
         "norm.weight is missing": {k: v for k, v in good.items() if k != "norm.weight"},
@@ -441,18 +439,3 @@ def test_a_drafter_with_wrong_tensors_is_refused(tmp_path: Path) -> None:
         load_drafter(folder, "cpu", torch.float32)
     with pytest.raises(CheckpointError, match="no drafter in"):
         load_drafter(tmp_path / "none", "cpu", torch.float32)
-
-
-def test_only_a_drafter_or_an_empty_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, file = tmp_path / "work", tmp_path / "file"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    save_drafter(Path(), DraftModel(CONFIG), CONFIG)
-    save_drafter(folder, DraftModel(CONFIG), CONFIG, torch.bfloat16)
-    assert load_drafter(folder, "cpu", torch.float32)[1] == CONFIG
-    (folder / "thesis.tex").write_text("years of work")
-    file.write_text("more of it")
-    for place in (folder, file):
-        with pytest.raises(CheckpointError, match="is not a drafter: it will not be replaced"):
-            save_drafter(place, DraftModel(CONFIG), CONFIG)
-    assert (folder / "thesis.tex").exists() and file.exists()

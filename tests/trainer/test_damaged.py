@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import at, flip, trained, truncate
+from tiny_checkpoints import save_checkpoint
 
 from trainer.checkpoint import (
     CheckpointError,
     StateFile,
     damage,
+    judge,
     load_drafter,
     newest_good_checkpoint,
-    read_best,
-    save_checkpoint,
 )
 
 
@@ -60,7 +60,7 @@ def test_a_state_nested_without_end_is_damage(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text("[" * 200_000)
     said: list[str] = []
     assert newest_good_checkpoint(tmp_path, said.append) == older and len(said) == 1
-    assert read_best(tmp_path) is None
+    assert judge(tmp_path).best is None
     (newest / "config.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match="no drafter in"):
         load_drafter(newest, "cpu", torch.float32)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_data import counted, write_prepared
 
 from trainer.blocks import anchor_candidates
-from trainer.data import Cursor, Row, Rows, make_row, pack, rows_once
+from trainer.data import Cursor, Row, Rows, make_row, pack
 from trainer.documents import Document
 from trainer.prepared import FILES, DataError, Meta, Prepared, open_prepared
 from trainer.shuffle import Permutation
@@ -231,13 +231,15 @@ def test_a_document_is_useful_exactly_when_it_has_an_anchor(
         with pytest.raises(DataError):
             rows_of(prepared, row_tokens=row_tokens)
         return
-    found = {token for row in rows_once(prepared, row_tokens) for token, _ in documents_in(row)}
+    rows = rows_of(prepared, row_tokens=row_tokens, shuffle=False)
+    found = {token for row in rows.once() for token, _ in documents_in(row)}
     assert found == ({1, 2} if useful else {1})
 
 
 def test_once_is_the_first_epoch_in_the_documents_order(tmp_path: Path) -> None:
     prepared = counted(tmp_path / "p", [5] * 10)
-    assert [documents_in(row) for row in rows_once(prepared, 10)] == [[(n, 5), (n + 1, 5)] for n in range(0, 10, 2)]
+    rows = rows_of(prepared, row_tokens=10, shuffle=False)
+    assert [documents_in(row) for row in rows.once()] == [[(n, 5), (n + 1, 5)] for n in range(0, 10, 2)]
 
 
 # --- the folder ---

@@ -1,7 +1,6 @@
 """The drafter: its tensors, its rotation, and its folder on disk. What it sees: test_leaks.py, test_parity.py."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,22 +72,6 @@ def test_a_bfloat16_model_keeps_exact_rotation() -> None:
     positions = torch.tensor([[3001]])
     exact = drafter(dtype=torch.float32).rotary(positions)[0]
     assert (drafter(dtype=torch.bfloat16).rotary(positions)[0] == exact).all()
-
-
-def test_a_drafter_folder_is_replaced_whole(tmp_path: Path) -> None:
-    from trainer.checkpoint import load_drafter, save_drafter
-
-    folder = tmp_path / "drafter"
-    save_drafter(folder, drafter(dtype=torch.float32), CONFIG)
-    old = (folder / "model.safetensors").stat().st_ino
-    save_drafter(folder, drafter(dtype=torch.float32), CONFIG, torch.bfloat16)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter"]
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert (folder / "model.safetensors").stat().st_ino != old
-    model, config = load_drafter(folder, "cpu", torch.float32)
-    assert config == CONFIG
-    for name, tensor in drafter(dtype=torch.bfloat16).state_dict().items():
-        assert (model.state_dict()[name] == tensor.float()).all()
 
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=lambda scaling: scaling["rope_type"])

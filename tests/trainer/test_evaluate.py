@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint import at
+from tiny_checkpoints import save_checkpoint, save_drafter
 from tiny_targets import drafter_for, tiny_target
 
 from trainer import evaluate
 from trainer.__main__ import main
-from trainer.checkpoint import Score, save_checkpoint, save_drafter
+from trainer.checkpoint import Score
 from trainer.conversations import LineError
 from trainer.evaluate import LeftOut, MeasuredAnswer, Way, measure, summary
 from trainer.optim import make_optimizer
@@ -31,7 +32,7 @@ def words(tmp_path: Path) -> list[str]:
     target.tokenizer.save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
     model = drafter_for(target, block=4)
-    save_drafter(tmp_path / "drafter", model, model.config)
+    save_drafter(tmp_path / "drafter", model)
     rows = [
         {"id": f"row-{n}", "messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "a"}]}
         for n in range(3)
@@ -158,7 +159,7 @@ def test_a_drafter_of_another_target_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, int]
 ) -> None:
     model = drafter_for(tiny_target(**changes), block=4)
-    save_drafter(tmp_path / "drafter", model, model.config)
+    save_drafter(tmp_path / "drafter", model)
     assert main(words) == 1
     assert "made for another target" in capsys.readouterr().err
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint import at, learn, trained
+from tiny_checkpoints import save_checkpoint, save_drafter
 from tiny_drafters import CONFIG, KINDS, LLAMA3, YARN, drafter
 
 from trainer import export as module
 from trainer.__main__ import main
-from trainer.checkpoint import CheckpointError, Score, load_drafter, save_checkpoint, save_drafter
+from trainer.checkpoint import CheckpointError, Score, load_drafter
 from trainer.chosen import chosen_drafter
 from trainer.draft import DraftModel
 from trainer.draft_config import FULL, SLIDING, DraftConfig
@@ -64,8 +65,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(folder: Path, config: DraftConfig = CONFIG) -> Path:
-    save_drafter(folder, drafter(config, torch.float32), config)
-    return folder
+    return save_drafter(folder, drafter(config, torch.float32))
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,7 @@ def test_a_measurement_that_a_stop_has_cut_comes_first_when_the_run_goes_on(
 ) -> None:
     """Records, best.json and the end are those of a run that was not stopped. Step 8 is the last."""
     from trainer import train as module
-    from trainer.checkpoint import read_best, read_state
+    from trainer.checkpoint import judge, read_state
 
     changes = {"train__steps": 8, "train__eval_every": 4, "train__checkpoint_every": 4, "train__keep": 9}
     config = config_of(tiny_folder, **changes, train__decode_every=4, train__decode_prompts=1, train__decode_tokens=3)
@@ -133,7 +133,7 @@ def test_a_measurement_that_a_stop_has_cut_comes_first_when_the_run_goes_on(
     lines: list[str] = []
     assert train(config, tmp_path / "cut", say=lines.append) == "finished"
     assert figures(metrics_of(tmp_path / "cut")) == figures(metrics_of(tmp_path / "whole"))
-    assert read_best(RunDir(tmp_path / "cut").checkpoints) == read_best(RunDir(tmp_path / "whole").checkpoints)
+    assert judge(RunDir(tmp_path / "cut").checkpoints).best == judge(RunDir(tmp_path / "whole").checkpoints).best
     for step in (4, 8):
         states = [read_state(RunDir(tmp_path / run).checkpoints / checkpoint_name(step)) for run in ("cut", "whole")]
         assert states[0].score == states[1].score and not states[0].progress.unmeasured

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import at, files_of_at_most, learn, trained
+from tiny_checkpoints import load_checkpoint
 from tiny_runs import StopAfter, config_of, figures, metrics_of, silent, status_of
 
 from trainer import files, saving
-from trainer.checkpoint import Score, Written, load_checkpoint, newest_good_checkpoint, read_state, write_checkpoint
+from trainer.checkpoint import Score, Written, newest_good_checkpoint, read_state, write_checkpoint
 from trainer.config import TrainConfig, as_mapping
 from trainer.origin import changes_since, origin_of
 from trainer.randomness import random_states, restore_random_states

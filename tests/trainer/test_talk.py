@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoints import save_drafter
 from tiny_targets import drafter_for, tiny_target
 from torch import Tensor
 
 from trainer.__main__ import main
-from trainer.checkpoint import save_drafter
 from trainer.draft import DraftCache, DraftModel
 from trainer.speculate import decode_plain
 from trainer.stream import GREEN, RESET
@@ -135,7 +135,7 @@ def words(tmp_path: Path) -> list[str]:
     target.tokenizer.save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
     model = drafter_for(target, block=4)
-    save_drafter(tmp_path / "drafter", model, model.config)
+    save_drafter(tmp_path / "drafter", model)
     return f"chat --target {tmp_path}/target --drafter {tmp_path}/drafter".split()
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import conversations, tiny_toml, write_jsonl
+from tiny_checkpoints import save_drafter
 from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
 
-from trainer.checkpoint import CheckpointError, load_drafter, save_drafter
+from trainer.checkpoint import CheckpointError, load_drafter
 from trainer.config import load
 from trainer.data import DataError
 from trainer.features import FeatureBatch
@@ -232,8 +233,8 @@ def test_changed_data_is_said_when_resuming(tiny_folder: Path, tmp_path: Path) -
 def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: Path) -> None:
     config = config_of(tiny_folder, train__steps=30, train__lr=5e-3)
     train(config, tmp_path / "first", say=silent)
-    model, draft = load_drafter(RunDir(tmp_path / "first").checkpoints / checkpoint_name(30), "cpu", torch.float32)
-    save_drafter(tmp_path / "drafter", model, draft)
+    model, _ = load_drafter(RunDir(tmp_path / "first").checkpoints / checkpoint_name(30), "cpu", torch.float32)
+    save_drafter(tmp_path / "drafter", model)
     train(config, tmp_path / "second", init_from=tmp_path / "drafter", say=silent)
     first, second = metrics_of(tmp_path / "first"), metrics_of(tmp_path / "second")
     assert second[0].step == 1 and second[0].loss < first[0].loss - 1

@@ -7,7 +7,7 @@ import torch
 import torch.fx._symbolic_trace as symbolic_trace
 from torch import Tensor, nn
 
-from trainer.fx_patches import anything_patched
+from trainer import fx_patches
 from trainer.threads import installed
 
 
@@ -19,7 +19,7 @@ def as_it_came(repaired: bool) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     assert symbolic_trace.is_fx_symbolic_tracing() is False
-    assert not anything_patched()
+    assert not fx_patches._places  # pyright: ignore[reportPrivateUsage]
 
 
 def undo() -> None:
