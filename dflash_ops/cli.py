@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> NoReturn:
-    """The console script: runs the app, and turns every error into one line and an exit code. (Typer itself ends it
+    """Runs the app, for __main__.py, and turns every error into one line and an exit code. (Typer itself ends it
     quietly with 130 at Ctrl-C, and when a reader of its output has gone.)"""
     # Most of a command's time goes into loading modules, a sixth of that into looking through them for garbage.
     gc.set_threshold(100_000, 50, 50)

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,32 @@ def test_ctrl_c_ends_it_with_a_line(cli: Cli) -> None:
     out, err = client.communicate(timeout=30)
     assert (client.returncode, out) == (130, b"")
     assert err.startswith(b"dflash-ops: left sh -c 'echo started; sleep 60'") and err.count(b"\n") == 1, err
+
+
+PRESSED = """
+import os, signal, sys
+class Pressed:  # while the module of that name is looked for
+    def find_spec(self, name, path=None, target=None):
+        if name == pressed_at:
+            os.kill(os.getpid(), signal.SIGINT)
+pressed_at = sys.argv.pop(1)
+sys.meta_path.insert(0, Pressed())
+"""
+
+
+@pytest.mark.parametrize("module", ["dflash_ops.cli", "typer", "dflash_ops.render", "dflash_ops.cli_deploy"])
+def test_ctrl_c_while_it_loads_ends_it_in_silence(module: str) -> None:
+    """As the installed script begins; who started it may have Ctrl-C ignored (`&` in a script)."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    entry, _, function = project["project"]["scripts"]["dflash-ops"].partition(":")
+    words = [sys.executable, "-c", f"{PRESSED}from {entry} import {function}\n{function}()", module]
+    done = subprocess.run([*words, "deploy", "--help"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    ignored = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run([sys.executable, "-c", ignored, *words, "deploy", "--help"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_exec_gives_up_after_silence(cli: Cli) -> None:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 EVERY_MODULE = """
 import importlib, pkgutil
 import dflash_ops
-left_out = ("dflash_ops.remote.", "dflash_ops.sandbox.", "dflash_ops.__main__")
+left_out = ("dflash_ops.remote.", "dflash_ops.sandbox.")
 names = [it.name for it in pkgutil.walk_packages(dflash_ops.__path__, "dflash_ops.")]
 names = [name for name in names if not name.startswith(left_out)]
 for name in names:
