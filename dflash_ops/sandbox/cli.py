@@ -43,6 +43,8 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start a sandbox: a hypervisor with containers 200 and 201 (unprivileged) running and 202 stopped."""
+    from dflash_ops.sandbox import lifecycle
+
     removed: dict[str, list[str]] = {}
     for vmid, program in map(_pair, without or []):
         removed.setdefault(vmid, []).append(program)
@@ -56,6 +58,11 @@ def up(
         binds=bind or [],
     )
     _show(state, as_json)
+    if not as_json and not any(lifecycle.models_folder().glob("*/config.json")):
+        option = "" if name == "default" else f" --name {shlex.quote(name)}"
+        make = f"{shlex.quote(sys.executable)} -m trainer import-gguf"
+        again = f"dflash-ops sandbox down{option} && dflash-ops sandbox up{option}"
+        typer.echo(f"  no model to train on is in it; a small real one, with torch installed: {make} && {again}")
 
 
 @app.command()

@@ -62,7 +62,7 @@ def up(
         disks=_checked_disks(disks or {}),
         without={vmid: list(names) for vmid, names in _by_place(without or {}).items()},
         binds=_visible_folders(binds),
-        models=str(models or platformdirs.user_cache_path("dflash-ops") / "models"),
+        models=str(models or models_folder()),
         fake_gpus=0 if _has_gpus() else FAKE_GPUS,
         nvidia_smi=_hidden_nvidia_smi(),
         libraries=[path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and Path(path).is_dir()],
@@ -75,6 +75,11 @@ def up(
         folder.mkdir(mode=0o700, parents=True)
         _launch(settings, lock)
     return state.read(name)
+
+
+def models_folder() -> Path:
+    """Where this user's models lie, shown to containers made from then on; `python -m trainer import-gguf` adds one."""
+    return platformdirs.user_cache_path("dflash-ops") / "models"
 
 
 def down(name: str = "default") -> bool:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dflash_ops.errors import NotFoundError, UsageFault
-from dflash_ops.sandbox import state
+from dflash_ops.sandbox import lifecycle, state
 from dflash_ops.sandbox.cli import app
 
 NAME = f"cli-{os.getpid()}"
@@ -35,6 +36,24 @@ def test_up_status_down() -> None:
     for verb in ("down", "status"):
         with pytest.raises(NotFoundError, match=f"Next: .*dflash-ops sandbox up --name {NAME}$"):
             invoke(verb, "--name", NAME)
+
+
+def test_up_says_when_there_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts nothing here: what it says of the models is all."""
+    there = state.SandboxState(NAME, 1, 1, 1, 1, "", "127.0.0.1", 22, "root", Path("k"), Path("h"), tmp_path, "python3")
+
+    def up(name: str, **_: object) -> state.SandboxState:
+        return there
+
+    monkeypatch.setattr(lifecycle, "up", up)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = "-m trainer import-gguf && dflash-ops sandbox down --name"
+    assert f"{command} {NAME} && dflash-ops sandbox up --name {NAME}\n" in invoke("up", "--name", NAME)
+    (tmp_path / "dflash-ops" / "models").mkdir(parents=True)
+    assert command in invoke("up", "--name", NAME) and "import-gguf" not in invoke("up", "--name", NAME, "--json")
+    (tmp_path / "dflash-ops" / "models" / "mine").mkdir()
+    (tmp_path / "dflash-ops" / "models" / "mine" / "config.json").touch()
+    assert "import-gguf" not in invoke("up", "--name", NAME)
 
 
 @pytest.mark.parametrize("option", ["--disk=200", "--without=:tar", "--without=200:"])
