@@ -25,21 +25,6 @@ from dflash_ops.inventory_tables import InventoryFile
 Entry = Mapping[str, object]  # a table's keys as the inventory writes them; None is left out
 
 
-def add_host(file: Path, name: str, **keys: object) -> None:
-    """Adds [hosts.NAME] with these keys (`address`, `user`, `api` ...: those of HostTable, None for what is not said).
-
-    Makes the file where there is none. UsageFault where the name is taken or a key is wrong; ConfigError where the file
-    is wrong already, or can't be written; BusyError where somebody else writes it."""
-    add(file, hosts={name: keys})
-
-
-def add_container(file: Path, name: str, **keys: object) -> None:
-    """Adds [containers.NAME] with these keys (`host`, `vmid`, `gpus` ...: those of ContainerTable). Errors: add_host's.
-
-    Where there was one container and no `default`, that one becomes the default: what worked without -t still does."""
-    add(file, containers={name: keys})
-
-
 def add(
     file: Path,
     *,
@@ -51,8 +36,11 @@ def add(
 ) -> list[Path]:
     """Adds all of these at once, or nothing. A host that is there may get its `api`; one that is there word for word,
     with a new container of it, is that one. head: what a new file begins with. beside: files that the inventory needs,
-    of which those `renewed` may be there with other words. Gives those of `beside` that were written. Errors:
-    add_host's; ConfigError for a file beside it that is another one."""
+    of which those `renewed` may be there with other words. Gives those of `beside` that were written.
+
+    Makes the file where there is none. Where there was one container and no `default`, that one becomes the default:
+    what worked without -t still does. UsageFault where a name is taken or a key is wrong; ConfigError where the file is
+    wrong already, can't be written, or one beside it is another one; BusyError where somebody else writes it."""
     new = {"hosts": _written(hosts or {}), "containers": _written(containers or {})}
     try:
         real = file.resolve()  # a link stays a link

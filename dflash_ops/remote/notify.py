@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import socket
@@ -164,10 +163,6 @@ def _post(url: str, body: bytes) -> str:
 
 def is_webhook(url: str) -> bool:
     return url.lower().startswith(("http://", "https://"))
-
-
-def has_apprise() -> bool:
-    return importlib.util.find_spec("apprise") is not None
 
 
 def _by_apprise(url: str, message: dict[str, Any]) -> str:

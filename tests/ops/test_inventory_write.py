@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_ops.errors import BusyError, ConfigError, UsageFault
 from dflash_ops.inventory import load, parse
-from dflash_ops.inventory_write import add, add_container, add_host, added
+from dflash_ops.inventory_write import add, added
 
 FILE = Path("/somewhere/dflash-ops.toml")
 COMMENTED = """# The boxes of the lab. Ask Kim before you change this.
@@ -33,8 +33,9 @@ vmid   =   200
 
 def test_a_new_file_is_an_inventory(tmp_path: Path) -> None:
     file = tmp_path / "new" / "dflash-ops.toml"
-    add_host(file, "lab", address="lab.example", port=None, key=Path("keys/id"), api={"user": "bot@pve", "ca": None})
-    add_container(file, "trainer", host="lab", vmid=200, gpus=(0, 1))
+    api = {"user": "bot@pve", "ca": None}
+    add(file, hosts={"lab": {"address": "lab.example", "port": None, "key": Path("keys/id"), "api": api}})
+    add(file, containers={"trainer": {"host": "lab", "vmid": 200, "gpus": (0, 1)}})
     inventory = load(file)
     assert inventory.container().gpus == (0, 1)
     host = inventory.host("lab")
@@ -59,7 +60,7 @@ def test_bytes_rights_and_links_stay(tmp_path: Path, mark: bytes) -> None:
     real.write_bytes(mark + COMMENTED.encode())
     real.chmod(0o640)
     link.symlink_to("real.toml")
-    add_host(link, "far", address="far")
+    add(link, hosts={"far": {"address": "far"}})
     assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o640
     assert real.read_bytes().startswith(mark + COMMENTED.encode())
     assert load(link).host("far").address == "far"
@@ -127,18 +128,18 @@ def test_a_wrong_file_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "dflash-ops.toml"
     file.write_text("hosts = 3\n")
     with pytest.raises(ConfigError, match="must be a table, not 3"):
-        add_host(file, "lab", address="lab")
+        add(file, hosts={"lab": {"address": "lab"}})
     assert file.read_text() == "hosts = 3\n"
 
 
 def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be written"):
-        add_host(tmp_path / "file" / "dflash-ops.toml", "lab", address="lab")
+        add(tmp_path / "file" / "dflash-ops.toml", hosts={"lab": {"address": "lab"}})
     loop = tmp_path / "loop.toml"
     loop.symlink_to(loop)
     with pytest.raises(ConfigError, match="can't be written"):
-        add_host(loop, "lab", address="lab")
+        add(loop, hosts={"lab": {"address": "lab"}})
 
 
 def test_two_who_add_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -147,7 +148,8 @@ def test_two_who_add_at_once_lose_nothing(tmp_path: Path) -> None:
     def work(name: str) -> None:
         while True:
             try:
-                return add_host(file, name, address=name)
+                add(file, hosts={name: {"address": name}})
+                return
             except BusyError:
                 continue
 
@@ -169,7 +171,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match="No space left"):
-        add_host(file, "far", address="far")
+        add(file, hosts={"far": {"address": "far"}})
     assert file.read_text() == COMMENTED and len(list(tmp_path.iterdir())) == 1
 
 
