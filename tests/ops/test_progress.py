@@ -70,6 +70,9 @@ def test_json_on_stdout_and_bytes_on_the_terminal(cli: Cli, tmp_path: Path) -> N
     assert "asking box / container 200" in shown and "sending big" in shown and "/3.0 MiB" in shown
 
 
-def test_one_that_says_nothing_still_counts() -> None:
-    with progress.Progress().bytes("sending", 10) as advance:
-        advance(10)
+def test_one_that_says_nothing_takes_every_call(capfd: pytest.CaptureFixture[str]) -> None:
+    """A verb's default."""
+    with progress.Progress().bytes("sending", 10, done=5) as advance:
+        advance(5)
+    progress.Progress().step("asking")
+    assert capfd.readouterr() == ("", "")
