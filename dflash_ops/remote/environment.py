@@ -18,7 +18,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, releases, requirements, rundir
+from dflash_ops.remote import answers, locks, releases, requirements, rundir
 from dflash_ops.remote.answers import Fault
 from dflash_ops.remote.requirements import Lock, Pins
 
@@ -194,22 +194,7 @@ def users(path: Path, name: str) -> list[str]:
             bin_folder = os.path.dirname(str(command[0]))  # pyright: ignore[reportUnknownArgumentType]
             if os.path.dirname(os.path.realpath(bin_folder)) == folder:
                 found.append(run["run_id"])
-    return [*found, WARMING] if _is_kept(folder) else found
-
-
-def _is_kept(folder: str) -> bool:
-    """Whether somebody is in `python_kept` with it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return [*found, WARMING] if locks.is_held(folder) else found  # by somebody in `python_kept`
 
 
 def release_folder(path: Path, wanted: str | None) -> Path:

@@ -11,14 +11,12 @@ Standard library only, Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, build, releases
+from dflash_ops.remote import answers, build, locks, releases
 from dflash_ops.remote.answers import Fault
 from dflash_ops.remote.talk import Frames, Left, Talk
 
@@ -64,7 +62,7 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     files, folders = manifest["files"], manifest["folders"]
     with (
         _incoming(path, str(parameters["part"])) as part,
-        _lock(path, "deploy", parameters, on_wait=lambda: answers.say({"event": "waiting"})),
+        locks.named(path, "deploy", "deploy", parameters, on_wait=lambda: answers.say({"event": "waiting"})),
         _cleared(path, parameters["activate"], part),
         build.building(path, files, folders, ids, talk.check) as release,
     ):
@@ -133,7 +131,7 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     if not releases.names(path):
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
     _make_folders(path)
-    with _lock(path, "deploy", parameters):
+    with locks.named(path, "deploy", "deploy", parameters):
         _refuse_folder(path)
         names, now = releases.names(path), releases.current(path)
         if release is None:
@@ -171,7 +169,7 @@ def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         return {"current": None, "removed": [], "kept": [], "freed_bytes": 0}
     _make_folders(path)
     # A start that is going on has chosen its release already, and shows it to nobody yet.
-    with _lock(path, "deploy", parameters), rundir.start_lock(path, parameters["patience"]):
+    with locks.named(path, "deploy", "deploy", parameters), rundir.start_lock(path, parameters["patience"]):
         names, now = releases.names(path), releases.current(path)
         reasons = _used_releases(path)
         if now is not None:
@@ -272,37 +270,6 @@ def _make_folders(path: Path) -> None:
     for name in ("releases", "runs", "shared/data", "locks"):
         (path / name).mkdir(parents=True, exist_ok=True)
     (path / "incoming").mkdir(mode=0o700, exist_ok=True)
-
-
-@contextlib.contextmanager
-def _lock(
-    path: Path, name: str, parameters: dict[str, Any], on_wait: Callable[[], None] = lambda: None
-) -> Generator[None, None, None]:
-    """Holds <path>/locks/<name>.lock, which says who has it since when; the kernel frees it with this process.
-    on_wait: called once, when another has it."""
-    with (path / "locks" / f"{name}.lock").open("a+") as file:
-        deadline, waiting = time.monotonic() + parameters["patience"], False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    waiting = True
-                    on_wait()
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    holder = file.read().strip() or "somebody"
-                    raise Fault(
-                        "busy", f"another {name} is going on", f"held by {holder}", "run it again later"
-                    ) from None
-                time.sleep(0.1)
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        with contextlib.suppress(OSError):  # the words are a courtesy; a full disk is met, and told, later
-            file.truncate(0)
-            file.write(f"{parameters['client']} since {since}\n")
-            file.flush()
-        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ after a line that says only how many. An empty line is a sign of life. Standard 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -27,7 +26,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_ops.remote import answers, logfile, processes, releases
+from dflash_ops.remote import answers, locks, logfile, processes, releases
 from dflash_ops.remote.answers import Fault
 
 PIECE_BYTES = 1 << 18
@@ -156,18 +155,14 @@ def _locked(part: Path, patience: float) -> Generator[BinaryIO, None, None]:
     while True:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locks.take(descriptor):
                 if part.exists() and os.path.samestat(os.fstat(descriptor), part.stat()):
                     yield file
                     return
                 continue  # another put has just finished it: its part is a whole file now
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    where = str(part.parent)
-                    raise Fault(
-                        "busy", "another put writes this file", f"held by {_holder(part)}", "run it again later", where
-                    ) from None
+            if time.monotonic() > deadline:
+                why, where = f"held by {_holder(part)}", str(part.parent)
+                raise Fault("busy", "another put writes this file", why, "run it again later", where)
         time.sleep(0.1)
 
 

@@ -9,19 +9,17 @@ ends, or is silent for 30 s, ends the build. Standard library only, Python >= 3.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import re
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, environment, releases, requirements, rundir
+from dflash_ops.remote import answers, environment, locks, releases, requirements, rundir
 from dflash_ops.remote.answers import Fault
 from dflash_ops.remote.attending import Attending
 from dflash_ops.remote.requirements import Lock, Pins
@@ -90,25 +88,9 @@ def sync(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _only_one(path: Path, parameters: dict[str, Any]) -> Generator[None, None, None]:
-    """Holds <path>/locks/env.lock, which says who has it since when."""
     for folder in ("env", "locks"):
         (path / folder).mkdir(parents=True, exist_ok=True)
-    with open(path / "locks" / "env.lock", "a+") as file:
-        deadline = time.monotonic() + parameters["patience"]
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    why = f"held by {file.read().strip() or 'somebody'}"
-                    raise Fault("busy", "another env sync is going on", why, "run it again later") from None
-            time.sleep(0.1)
-        with contextlib.suppress(OSError):  # a courtesy; a full disk is met, and told, later
-            file.truncate(0)
-            file.write(f"{parameters['client']} since {rundir.now()}\n")
-            file.flush()
+    with locks.named(path, "env", "env sync", parameters):
         yield
 
 
