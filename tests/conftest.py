@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import documented
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -150,9 +151,11 @@ class Cli:
     def __call__(
         self, *words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
+        done = subprocess.run(
             self.words(*words), input=stdin, capture_output=True, cwd=cwd, env=self.environment(), timeout=timeout
         )
+        documented.confirm(words, done.stdout)
+        return done
 
     def start(self, *words: str | bytes, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE

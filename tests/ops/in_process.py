@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import documented
 from conftest import Cli
 from typer.testing import CliRunner
 
@@ -24,4 +25,5 @@ class InProcess(Cli):
             code, said = done.exception.exit_code, said + f"dflash-ops: {done.exception.line()}\n".encode()
         elif done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
+        documented.confirm([str(word) for word in words], done.stdout_bytes)
         return subprocess.CompletedProcess(words, code, done.stdout_bytes, said)

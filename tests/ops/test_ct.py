@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import documented
 import pytest
 import stand_in
 from click.testing import Result
@@ -93,6 +94,7 @@ def ct(inventory: Path, *words: str, stdin: str = "") -> Result:
     result = CliRunner().invoke(cli_ct.app, [*words, "--inventory", str(inventory)], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    documented.confirm(["ct", *words], result.stdout_bytes)
     return result
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import documented
 import pytest
 import typer
 from click.testing import Result
@@ -37,6 +38,7 @@ def run(inventory: Path, *words: str, stdin: str = "") -> Result:
     result = CliRunner().invoke(_app, [*words, "--inventory", str(inventory)], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    documented.confirm(["inventory", "discover", *words], result.stdout_bytes)
     return result
 
 

@@ -7,16 +7,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+import typer
+from conftest import Cli
+from documented import COMMANDS, SECTIONS, TEXT, compare
 from test_runs import facts
 
 from dflash_ops import (
     checks,
     containers,
+    data,
     deployed,
     discover,
+    environment,
     errors,
     gpu_free,
     gpus,
+    inventory_view,
     keeping,
     many,
     proxmox_values,
@@ -26,21 +33,13 @@ from dflash_ops import (
     watching,
     xids,
 )
+from dflash_ops.cli import app
 from dflash_ops.cli_many import _result  # pyright: ignore[reportPrivateUsage]
 from dflash_ops.remote import notify
 from trainer.records import Status
 
-TEXT = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
-
 HOLDER = gpu_free.Holder(1, 2, 3, "S", None, "root", "x", 1.0, (0,), None, "unknown", None)
 FREED = gpu_free.nothing_done(gpu_free.Look("lab / container 200", "b", (HOLDER,), {}, {0: 1.0}, ""), [HOLDER], True)
-
-
-def documented(section: str) -> set[str]:
-    """The fields of a section: what stands in backticks before the first colon of each of its points."""
-    body = TEXT.partition(f"\n### {section}\n")[2].partition("\n#")[0]
-    points = re.findall(r"^- (.*)$", body, re.MULTILINE)
-    return {name for point in points for name in re.findall(r"`([^`]+)`", point.partition(":")[0])}
 
 
 def fields(kind: Any) -> set[str]:
@@ -83,12 +82,22 @@ def test_every_field_is_documented() -> None:
         "Snapshot": fields(proxmox_values.Snapshot),
         "Lost": fields(snapshots.Lost),
         "WentBack": fields(snapshots.WentBack),
+        "Moved": fields(data.Moved),
+        "Synced": fields(environment.Synced),
+        "Checked": fields(environment.Checked),
+        "Row": fields(environment.Row),
+        "Environment": fields(environment.Environment),
+        "WarmedUp": fields(environment.WarmedUp),
+        "Sandbox": {"schema_version", "name", "pid", "host", "port", "user", "key", "known_hosts", "containers"}
+        | {"nodes", "api_port", "api_ca", "api_tokens"},  # as tests/sandbox/test_cli.py sees it
+        "Status": set(Status.model_fields),
+        "Entry": fields(inventory_view.Entry),
+        "Discovery": fields(discover.Discovery) | {"added"},
         "Discovered": fields(discover.Discovered),
         "Added": fields(discover.Added),
         "Notification": set(notify.describe(Path("a-20261129-120000-abcd"), "failed")),
     }
-    assert {name: documented(name) for name in shapes} == shapes
-    assert set() != documented("Status") <= set(Status.model_fields)
+    assert {name: set(told) for name, told in SECTIONS.items()} == shapes
     held = re.search(r"`held`: list of (.*?):", TEXT)
     assert held and set(re.findall(r"`(\w+)`", held.group(1))) == fields(stops.HeldGpu)
     states = re.search(r"`state`: (starting, running.*)", TEXT)
@@ -116,3 +125,61 @@ def test_every_exit_code_is_documented() -> None:
     rows = {int(code) for code in re.findall(r"^\| (\d+) \|", TEXT, re.MULTILINE)}
     ours = {it.exit_code for _, it in inspect.getmembers(errors, inspect.isclass) if issubclass(it, errors.OpsError)}
     assert rows == ours | {0, 130}
+
+
+# -- what commands really print: each document that a test asks for is compared (see Cli in conftest.py)
+
+
+def commands(group: Any, before: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """By its words, every command of Typer's that help shows."""
+    if not hasattr(group, "commands"):
+        return {} if group.hidden else {before: group}
+    return {words: it for name, one in group.commands.items() for words, it in commands(one, (*before, name)).items()}
+
+
+def test_every_command_that_prints_json_is_in_the_table() -> None:
+    found = commands(typer.main.get_command(app))
+    told = {tuple(word for word in command if not word.startswith("--")) for command in COMMANDS}
+    assert told == {words for words, it in found.items() if any("--json" in one.opts for one in it.params)}
+
+
+def test_the_documents_that_no_other_test_asks_for(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert cli("put", str(tmp_path / "file"), "shared/").returncode == 0
+    for words in (
+        ["inventory", "list"],
+        ["inventory", "show", "trainer"],
+        ["inventory", "check"],
+        ["train", "list"],
+        ["train", "list", "--on", "trainer"],
+        ["env", "list"],
+        ["get", "shared/file", str(tmp_path / "here")],
+    ):
+        assert cli(*words, "--json").stdout, words
+
+
+@pytest.mark.parametrize(
+    ("words", "document", "told"),
+    [
+        (["releases"], {"damaged": ""}, ["releases has no releases, which is told"]),
+        (["releases"], {"releases": [], "damaged": "", "x": 1}, ["releases has x, which is not told"]),
+        (
+            ["-t", "a", "releases"],
+            {"releases": [{"id": "a", "current": True, "files": 1, "size": 1, "commit": None}], "damaged": ""},
+            ["releases.releases has no damaged, which is told"],
+        ),
+        (["train", "rm", "--on=a"], {"results": [{}]}, list(SECTIONS["Outcome"])),
+        (
+            ["inventory", "check"],
+            {"file": "", "ok": True, "faults": [{"a": 1}], "checks": [], "unreached": []},
+            ["has a", "no key", "no why", "no line"],
+        ),
+        (["rollback"], {"container": {"a": 1}, "release": "", "previous": ""}, ["an object, of which nothing is told"]),
+        (["prune"], {"container": "", "dry_run": True, "removed": [], "kept": [{"id": ""}], "freed": 0}, ["no why"]),
+        (["frobnicate"], {}, ["frobnicate is in no row of the table"]),
+    ],
+)
+def test_a_document_that_is_not_as_told_is_found(words: list[str], document: dict[str, Any], told: list[str]) -> None:
+    found = compare(words, json.dumps({"schema_version": 1, **document}))
+    assert len(found) == len(told)
+    assert all(one in line for one, line in zip(told, found, strict=True))

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import documented
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ def invoke(*words: str) -> str:
     result = CliRunner().invoke(app, words, catch_exceptions=True)
     if result.exception is not None:
         raise result.exception
+    documented.confirm(["sandbox", *words], result.stdout_bytes)
     return result.stdout
 
 
