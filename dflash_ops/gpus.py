@@ -185,7 +185,7 @@ def container_query(container: Container) -> Query[dict[str, Any]]:
 
 def _view(python: str, path: str | None, fields: Sequence[str], apps: Sequence[str], *, root: bool = False) -> Command:
     parameters = {"path": path, "fields": fields, "apps": apps, "seconds": SMI_SECONDS}
-    return bundle.command(python, "gpuview", parameters, root=root)
+    return bundle.command(python, "gpuview", parameters, root=root, bare=True)
 
 
 # -- reading nvidia-smi

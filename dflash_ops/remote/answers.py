@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -48,6 +47,8 @@ def system_fault(path: Path | None, error: OSError) -> Fault:
     why, where = error.strerror or str(error), str(error.filename or path or "")
     if path is not None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            import shutil  # seldom needed, and long to load
+
             while not path.exists():
                 path = path.parent
             return disk_full(path, f"{shutil.disk_usage(path).free} bytes are left")

@@ -51,15 +51,17 @@ def command(
     mark: str = "",
     host_prefix: tuple[str, ...] = (),
     root: bool = False,
+    bare: bool = False,
 ) -> Command:
     """The command that runs `verb` (a module of this folder) with its parameters, in the container or on the host.
 
     mark: a word that process lists show (the run id), so that others can see what goes on. root: on a host, as root
-    where the login user may be root there.
+    where the login user may be root there. bare: without installed packages, whose start-up files in a trainer's Python
+    take longer than many a verb.
     """
     modules = {name: source(name) for name in needs(verb)}
     document = json.dumps({"boot": _BOOT, "modules": modules, "parameters": parameters}).encode() + b"\n"
-    words = (python, "-I", "-c", _READ, verb, *((mark,) if mark else ()))
+    words = (python, "-IS" if bare else "-I", "-c", _READ, verb, *((mark,) if mark else ()))
     return Command(argv=words, stdin=document, host_prefix=host_prefix, root=root)
 
 

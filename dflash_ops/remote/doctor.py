@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, owners, probe, processes
+from dflash_ops.remote import answers, gpuasked, owners, processes
 
 _SECONDS = 8.0
 _OPEN_SECONDS = 15.0  # without persistence each card is started anew, one after the other
@@ -67,7 +67,7 @@ def examine(path: Path | None, parameters: dict[str, Any]) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "programs": {name: shutil.which(name) for name in _PROGRAMS},
-        "asked": probe.ask(programs, _SECONDS),
+        "asked": gpuasked.ask(programs, _SECONDS),
         "devices": _devices(opening),
         "majors": _majors(),
         "driver": _text("/proc/driver/nvidia/version") or _text("/sys/module/nvidia/version"),
@@ -149,7 +149,7 @@ def _fix(path: Path | None) -> list[str]:
             done.append(f"could not remove {file}: {error.strerror}")
     lacks_uvm = os.path.exists("/dev/nvidia0") and not os.path.exists("/dev/nvidia-uvm")
     if path is None and lacks_uvm and shutil.which("nvidia-modprobe"):
-        told = probe.ask({"modprobe": ["nvidia-modprobe", "-c0", "-u"]}, _SECONDS)["modprobe"]
+        told = gpuasked.ask({"modprobe": ["nvidia-modprobe", "-c0", "-u"]}, _SECONDS)["modprobe"]
         made = os.path.exists("/dev/nvidia-uvm")
         words = told["why"] or told["out"].strip() or f"it ended with {told['code']}"
         done.append("nvidia-modprobe -c0 -u made /dev/nvidia-uvm" if made else f"nvidia-modprobe -c0 -u: {words}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_ops.remote import probe, processes
+from dflash_ops.remote import gpuasked, probe, processes
 
 SMI_SECONDS = 5.0
 _FORMAT = "--format=csv,noheader,nounits"
@@ -51,7 +51,7 @@ class Picture:
 
 def look(seconds: float = SMI_SECONDS) -> Picture:
     """Asks nvidia-smi, for so long at most."""
-    told = probe.ask_smi(_QUERIES, seconds)
+    told = gpuasked.ask_smi(_QUERIES, seconds)
     cards: list[Card] = []
     for cells in _rows(told["gpus"]["out"], 5):
         if _is_count(cells[0]) and cells[1].startswith("GPU-"):

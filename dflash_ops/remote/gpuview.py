@@ -12,9 +12,9 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from dflash_ops.remote import answers, owners, probe, processes
+from dflash_ops.remote import answers, gpuasked
 
 _FORMAT = "--format=csv,noheader,nounits"
 _XID = "NVRM: Xid"
@@ -23,9 +23,10 @@ _XIDS = 200  # the newest ones
 _OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
 
-def main(parameters: dict[str, Any]) -> int:
+def main(parameters: dict[str, Any]) -> NoReturn:
     path = Path(parameters["path"]) if parameters["path"] else None
-    return answers.answer(path, lambda: view(path, parameters["fields"], parameters["apps"], parameters["seconds"]))
+    code = answers.answer(path, lambda: view(path, parameters["fields"], parameters["apps"], parameters["seconds"]))
+    os._exit(code)  # what has been said is written; taking the interpreter apart would only keep who waits waiting
 
 
 def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) -> dict[str, Any]:
@@ -36,10 +37,15 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
         programs["apps"] = _query("compute-apps", apps)
     if path is None:
         programs["kernel"] = ["journalctl", "-k", "-q", "-o", "json", f"--grep={_XID}", "-n", str(_XIDS)]
-    asked = probe.Asked(programs, seconds)  # they answer while we look around
+    asked = gpuasked.Asked(programs, seconds)  # they answer while we look around
+    # Only now: reading and compiling them takes as long as nvidia-smi does.
+    from dflash_ops.remote import probe, processes
+
     holders = probe.holders()
     runs: list[dict[str, Any]] = []
     if path is not None:
+        from dflash_ops.remote import owners
+
         ours = owners.Owners(path)
         for holder in holders:
             process = processes.find(holder)
@@ -71,6 +77,8 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
 def _charged_and_unseen(out: str, column: int, known: set[int]) -> list[dict[str, Any]]:
     """Living processes that nvidia-smi names and that were not found: those that took a GPU while we looked around, and
     those of others, which a user who is not root can't look into."""
+    from dflash_ops.remote import probe, processes
+
     cells = (line.split(",") for line in out.split("\n"))
     pids = {it[column].strip() for it in cells if len(it) > column}
     found: list[dict[str, Any]] = []
@@ -94,13 +102,13 @@ def _lacks_a_field(answer: dict[str, Any]) -> bool:
 
 def _without_unknown(fields: list[str], refused: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The answer to those of the fields that this driver knows: one that it does not know loses it the whole query."""
-    offered = probe.ask_smi({"help": ["--help-query-gpu"]}, seconds)["help"]
+    offered = gpuasked.ask_smi({"help": ["--help-query-gpu"]}, seconds)["help"]
     known = set(re.findall(r'"([\w.]+)"', offered["out"]))
     asked = {name: name if name in known else _OLDER.get(name, name) for name in fields}
     kept = [name for name in fields if asked[name] in known]
     if not kept:
         return {**refused, "fields": fields}
-    told = probe.ask({"gpus": _query("gpu", [asked[name] for name in kept])}, seconds)["gpus"]
+    told = gpuasked.ask({"gpus": _query("gpu", [asked[name] for name in kept])}, seconds)["gpus"]
     return {**told, "fields": kept}
 
 

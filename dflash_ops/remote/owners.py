@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_ops.remote import cgroups, processes, rundir
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """kind: "run" (it lives), "earlier" (a run of ours that is over), "unknown". run_id: the run's."""
 
     kind: str
@@ -121,6 +118,8 @@ def remove_files(runs: set[str]) -> list[str]:
                 if os.lstat(file).st_uid != os.geteuid():
                     continue
                 if os.path.isdir(file) and not os.path.islink(file):
+                    import shutil  # with all its kinds of archives
+
                     shutil.rmtree(file)
                 else:
                     os.unlink(file)

@@ -1,4 +1,4 @@
-"""Who holds the GPUs of a host, or of a container, and nvidia-smi's words as they are.
+"""Who holds the GPUs of a host, or of a container.
 
 nvidia-smi alone names no living child of a dead parent, so holders are found by their open descriptors of /dev/nvidiaN,
 and by what they have mapped of it. The same code runs on the hypervisor (which sees every process, and the GPU locks)
@@ -7,74 +7,20 @@ and in each container. Standard library only, Python >= 3.9.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
 import re
-import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import processes, rundir
+from dflash_ops.remote import gpuasked, processes, rundir
 
 _LOCK = re.compile(rf"/{rundir.GPU_LOCK}(\d+|GPU-[\w-]+)\.lock$")
 _RUN_ID = re.compile(r"[a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4}(?![0-9a-f])")
 _RUN_GROUP = re.compile(rb"/dflash-run-([a-z0-9-]+-\d{8}-\d{6}-[0-9a-f]{4})(?:/|$)", re.MULTILINE)
 _MAPPED = re.compile(rb" /dev/nvidia(\d+)$", re.MULTILINE)
 _VMID = re.compile(rb"^0::/lxc/(\d+)(?:/|$)", re.MULTILINE)
-
-
-# In the environment of our own nvidia-smi: it holds the devices while it asks, and is no user of a GPU.
-_PROBE = b"DFLASH_OPS_PROBE"
-
-
-def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
-    """nvidia-smi with each query's words; see `ask`."""
-    return ask({name: ["nvidia-smi", *words] for name, words in queries.items()}, seconds)
-
-
-def ask(programs: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
-    """By name: exit code (None: not there, or no answer in time), stdout, and why there is none. All are asked at once
-    and get `seconds` together, for a sick driver hangs."""
-    return Asked(programs, seconds).answers()
-
-
-class Asked:
-    """Programs that have been started; one may do something else before reading their answers."""
-
-    def __init__(self, programs: dict[str, list[str]], seconds: float) -> None:
-        self._programs, self._seconds = programs, seconds
-        self._deadline = time.monotonic() + seconds
-        self._started: dict[str, subprocess.Popen[bytes]] = {}
-        self._told: dict[str, dict[str, Any]] = {}
-        for name, words in programs.items():
-            try:
-                self._started[name] = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environb, _PROBE: b"1"},
-                )
-            except OSError as error:
-                self._told[name] = {"code": None, "out": "", "why": f"{words[0]}: {error.strerror}"}
-
-    def answers(self) -> dict[str, dict[str, Any]]:
-        for name, asked in self._started.items():
-            try:
-                out, _ = asked.communicate(timeout=max(0.1, self._deadline - time.monotonic()))
-                self._told[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
-            except subprocess.TimeoutExpired:
-                asked.kill()
-                if asked.stdout is not None:
-                    asked.stdout.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    asked.wait(0.5)  # in state D it won't die
-                why = f"{self._programs[name][0]} gave no answer in {self._seconds:.0f} s"
-                self._told[name] = {"code": None, "out": "", "why": why}
-        return self._told
 
 
 def holders() -> list[dict[str, Any]]:
@@ -92,7 +38,7 @@ def holder(process: processes.Process) -> dict[str, Any] | None:
     if not minors and not locks:
         return None
     environment = processes.environment(process.pid)
-    if _PROBE in environment:
+    if gpuasked.PROBE in environment:
         return None
     # A supervisor, and what starts one, names its run in its command line; its environment has no run id.
     named = _RUN_ID.search(processes.command(process.pid)) if locks else None

@@ -13,9 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 PROC = Path("/proc")
 RUN_ID = b"DFLASH_RUN_ID"
@@ -25,8 +24,7 @@ MESSENGER = b"DFLASH_OPS_MESSENGER"
 _DEVICE = re.compile(r"/dev/nvidia(\d+)")
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):  # a dataclass would load `inspect`, which takes as long as the rest of us
     """One line of the process table. state: R, S, D, T, Z... as in /proc/PID/stat."""
 
     pid: int

@@ -8,7 +8,6 @@ Python >= 3.9.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import json
@@ -32,6 +31,8 @@ _STARTING_SECONDS = 60.0
 
 def now() -> str:
     """The time as RFC 3339 in UTC."""
+    import datetime
+
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -23,9 +23,9 @@ from dflash_ops.remote import answers, environment, owners, preflight, probe, pr
 # Set by the boot code: the sources that came with this script, by module name; the run keeps its own copy.
 SOURCES: dict[str, str] = {}
 
-_TOOLS = (
-    "answers", "cgroups", "gpuproof", "logfile", "notify", "probe", "processes", "rundir", "stop", "supervisor", "view",
-    "watch",
+TOOLS = (
+    "answers", "cgroups", "gpuasked", "gpuproof", "logfile", "notify", "probe", "processes", "rundir", "stop",
+    "supervisor", "view", "watch",
 )  # fmt: skip
 _TOOLS_MAIN = """\
 # The tools that this run started with: `python3 ops supervisor RUN_DIR`, `python3 ops view RUN_DIR`.
@@ -312,7 +312,7 @@ def _write_tools(folder: Path) -> None:
     (folder / "__main__.py").write_text(_TOOLS_MAIN)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
-    for name in _TOOLS:
+    for name in TOOLS:
         (package / f"{name}.py").write_text(SOURCES[name], encoding="utf-8")
 
 

@@ -1,0 +1,63 @@
+"""Programs that are asked for `gpu-status` and its kin, nvidia-smi first of all, and their words as they are.
+
+Light, so that they can be started before the modules that look around meanwhile are even read. Standard library only,
+Python >= 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from typing import Any
+
+# In the environment of our own nvidia-smi: it holds the devices while it asks, and is no user of a GPU.
+PROBE = b"DFLASH_OPS_PROBE"
+
+
+def ask_smi(queries: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """nvidia-smi with each query's words; see `ask`."""
+    return ask({name: ["nvidia-smi", *words] for name, words in queries.items()}, seconds)
+
+
+def ask(programs: dict[str, list[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """By name: exit code (None: not there, or no answer in time), stdout, and why there is none. All are asked at once
+    and get `seconds` together, for a sick driver hangs."""
+    return Asked(programs, seconds).answers()
+
+
+class Asked:
+    """Programs that have been started; one may do something else before reading their answers."""
+
+    def __init__(self, programs: dict[str, list[str]], seconds: float) -> None:
+        self._programs, self._seconds = programs, seconds
+        self._deadline = time.monotonic() + seconds
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: dict[str, dict[str, Any]] = {}
+        for name, words in programs.items():
+            try:
+                self._started[name] = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environb, PROBE: b"1"},
+                )
+            except OSError as error:
+                self._told[name] = {"code": None, "out": "", "why": f"{words[0]}: {error.strerror}"}
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        for name, asked in self._started.items():
+            try:
+                out, _ = asked.communicate(timeout=max(0.1, self._deadline - time.monotonic()))
+                self._told[name] = {"code": asked.returncode, "out": out.decode("utf-8", "replace"), "why": ""}
+            except subprocess.TimeoutExpired:
+                asked.kill()
+                if asked.stdout is not None:
+                    asked.stdout.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    asked.wait(0.5)  # in state D it won't die
+                why = f"{self._programs[name][0]} gave no answer in {self._seconds:.0f} s"
+                self._told[name] = {"code": None, "out": "", "why": why}
+        return self._told
