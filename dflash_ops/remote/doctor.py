@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import getpass
 import glob
 import os
@@ -23,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, gpuasked, owners, processes
+from dflash_ops.remote import answers, gpuasked, locks, owners, processes
 
 _SECONDS = 8.0
 _OPEN_SECONDS = 15.0  # without persistence each card is started anew, one after the other
@@ -115,24 +114,11 @@ def stale_files(path: Path | None) -> list[str]:
             state = os.lstat(file)
         except OSError:
             continue
-        if time.time() - state.st_mtime > _DAY and state.st_uid in ours and not _is_locked(file):
+        if (
+            time.time() - state.st_mtime > _DAY and state.st_uid in ours and not locks.is_held(file)
+        ):  # by a deploy that goes on
             stale.append(file)
     return sorted(stale)
-
-
-def _is_locked(file: str) -> bool:
-    """Whether somebody holds it by flock: a deploy that goes on does."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _fix(path: Path | None) -> list[str]:
