@@ -114,9 +114,8 @@ def stale_files(path: Path | None) -> list[str]:
             state = os.lstat(file)
         except OSError:
             continue
-        if (
-            time.time() - state.st_mtime > _DAY and state.st_uid in ours and not locks.is_held(file)
-        ):  # by a deploy that goes on
+        # A deploy that goes on holds its own.
+        if time.time() - state.st_mtime > _DAY and state.st_uid in ours and not locks.is_held(file):
             stale.append(file)
     return sorted(stale)
 
