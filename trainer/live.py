@@ -92,6 +92,23 @@ def heldout_prompts(heldout: Prepared, target: TargetModel, count: int, tokens: 
     return found
 
 
+def heldout_decoder(
+    config: TrainConfig,
+    heldout: Prepared | None,
+    target: TargetModel,
+    model: DraftModel,
+    device: torch.device,
+    *,
+    block: int,
+) -> HeldoutDecoder | None:
+    """What decodes held-out prompts meanwhile; None where that is not wanted. Raises TrainingError, TargetError."""
+    settings = config.train
+    if heldout is None or not settings.decode_every:
+        return None
+    prompts = heldout_prompts(heldout, target, settings.decode_prompts, settings.decode_tokens, block=block)
+    return HeldoutDecoder(target, model, device, prompts, settings.decode_tokens)
+
+
 @dataclass(frozen=True)
 class Measuring:
     """What a training's scores depend on, beside the drafter."""

@@ -20,15 +20,19 @@ from trainer.checkpoint import (
     load_drafter,
     newest_good_checkpoint,
     read_state,
+    restore,
 )
 from trainer.config import TrainConfig
 from trainer.data import Cursor, Prepared, Rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
 from trainer.learner import soft_target_cost
+from trainer.origin import Origin, changes_since
 from trainer.overlap import overlap
 from trainer.prepare import check_path, prepared_data
 from trainer.records import RunDir
+from trainer.snapshot import Trained
+from trainer.state import StateFile
 from trainer.target import TargetModel
 
 Say = Callable[[str], None]
@@ -166,6 +170,19 @@ def place_after(progress: Progress, rows: Rows, say: Say) -> Cursor:
         return cursor
     say(f"{why}: going on with row {progress.row}, at the begin of epoch {cursor.epoch + 2} of what is there now")
     return Cursor(row=progress.row, epoch=cursor.epoch + 1)
+
+
+def resumed(earlier: Path, before: StateFile, state: Trained, origin: Origin, say: Say) -> Progress:
+    """Puts a checkpoint's weights, moments and random generators back, and says what has changed since then.
+
+    before: what its state.json says; state: those who learn; origin: of this training. Raises CheckpointError.
+    """
+    progress = restore(earlier, state)
+    say(f"resuming from {earlier} at step {progress.step}")
+    if before.origin:
+        for line in changes_since(before.origin, origin):
+            say(line)
+    return progress
 
 
 def fresh_drafter(draft: DraftConfig, seed: int) -> DraftModel:

@@ -7,30 +7,31 @@ config and data give the same losses, and a resumed run repeats the uninterrupte
 import contextlib
 import copy
 import threading
-from collections.abc import Generator, Iterable
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from trainer import sizes
-from trainer.acceptance import CycleFigures
-from trainer.checkpoint import Progress, Score, Written, judge, read_state, restore, write_score
+from trainer.checkpoint import Progress, Written, judge, read_state
 from trainer.config import TrainConfig, idle_keys
+from trainer.course import Course, Due
 from trainer.devices import listed, plus
 from trainer.diagnosis import explain
+from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import Feed
-from trainer.heldout import HeldoutFigures, heldout_figures
 from trainer.journal import Journal
-from trainer.layout import check_layout, parse
-from trainer.live import HeldoutDecoder, heldout_prompts, measuring
+from trainer.layout import Layout, check_layout, parse
+from trainer.learner import Learner
+from trainer.live import Measuring, heldout_decoder, measuring
 from trainer.locks import locked
-from trainer.optim import learning_rate
-from trainer.origin import changes_since, origin_of
+from trainer.origin import origin_of
 from trainer.patience import GaveUp, Patience
 from trainer.pipeline import Failure, Pipeline, Stage
+from trainer.prepared import Prepared
 from trainer.randomness import seed_all
 from trainer.records import RunDir
 from trainer.replicas import Replicas
@@ -47,12 +48,14 @@ from trainer.start import (
     find_checkpoint,
     fresh_drafter,
     place_after,
+    resumed,
     soft_cost_line,
     start_weights,
 )
 from trainer.state import checkpoint_folders
 from trainer.streams import Streams
-from trainer.tally import Step, Tally, measured_figures
+from trainer.tally import Tally
+from trainer.target import TargetModel
 from trainer.threads import make_torch_thread_safe, nothing_compiles
 from trainer.warm import batch_shape, make_learner, warm_up, warm_up_targets
 from trainer.watchdog import Watchdog
@@ -109,52 +112,23 @@ def _train(
     stop: threading.Event,
     say: Say,
 ) -> Outcome:
+    """The whole way; the steps are in course.py."""
     settings, layout = config.train, parse(config.layout)
     devices = [torch.device(name) for name in layout.drafters]
-    replicas_count = len(devices)
+    places = [[torch.device(name) for name in names] for names in layout.targets]
+    everywhere = [*devices, *(device for place in places for device in place)]
 
-    # What is wrong is told before hours of preparation.
-    for line in (*idle_keys(config), *check_layout(config, layout)):
-        say(line)
-    check_paths(config)
-    earlier = find_checkpoint(run, resume, say)
-    if earlier:
-        journal.goes_on_from(read_state(earlier).progress.step)
-    if earlier and init_from:
-        say(f"--init-from {init_from} does nothing: the training goes on from {earlier}")
-
-    # What is learned from, and by whom.
-    targets = load_targets(config, layout)
-    target = targets[0]
-    if reason := sizes.too_long(target.config, config.data.row_tokens):
-        raise TrainingError(f"the target {config.target.path}: {reason}")
-    check_fits(config, target, earlier)
-    data, heldout = data_of(config, target, run, stop, say)
-    feed = Feed(config, data, heldout, replicas_count)
-    for line in feed.report:
-        say(line)
-    draft = draft_config(config, target, [data, heldout] if heldout else [data], earlier)
-    learns_distribution = settings.objective != "cross-entropy"
-    if learns_distribution:
-        say(soft_cost_line(config, draft))
-
+    earlier = checked(config, layout, run, journal, init_from, resume, say)
+    ground = ground_of(config, layout, run, earlier, stop, say)
     # Before anything compiles, and before there are threads.
     safety = make_torch_thread_safe(settings.fx_fix)
     if safety.left:
         say(str(safety))
 
-    # Where it starts.
+    # Those who learn.
     origin = origin_of(config, devices[0])
-    model = fresh_drafter(draft, settings.seed)
     before = read_state(earlier) if earlier else None
-    if before is None:
-        seed_all(settings.seed)
-        start_weights(model, init_from or config.init_from, say, target)
-    heads = {each.device: each.head_weight for each in reversed(targets)}
-    learners = [
-        make_learner(config, copy.deepcopy(model).to(device), heads.setdefault(device, target.head_weight.to(device)))
-        for device in devices
-    ]
+    learners = learners_of(config, ground, devices, init_from or config.init_from, fresh=before is None, say=say)
     streams, failure = Streams(devices), Failure()
     patience = Patience(stop, failure)
     watchdog = Watchdog(config.layout.stall_seconds, lambda report: stalled(journal, run, report), what="the training")
@@ -175,28 +149,23 @@ def _train(
         beat=beat,
         failure=failure,
     )
-    if earlier:
-        progress = restore(earlier, replicas.state)
-        say(f"resuming from {earlier} at step {progress.step}")
-        if before and before.origin:
-            for line in changes_since(before.origin, origin):
-                say(line)
-    else:
-        progress = Progress(step=0, row=0, data_digest=data.digest, packing=feed.rows.packing)
+
+    # Where they start.
+    feed = ground.feed
+    progress = resumed(earlier, before, replicas.state, origin, say) if earlier and before else ground.begin()
     cursor = place_after(progress, feed.rows, say)
     is_own = earlier is not None and earlier.parent == run.checkpoints
-    scores = measuring(config, heldout.digest) if heldout else None
-    judged = judge(run.checkpoints) if is_own else None
-    if scores and judged and judged.best and judged.score:
-        for line in scores.differs(judged.best.name, judged.score):
-            say(line)
+    scores = measuring(config, ground.heldout.digest) if ground.heldout else None
+    if scores and is_own:
+        tell_of_the_best(run, scores, say)
     journal.resume(progress.step, progress.first_loss, earlier.name if earlier and is_own else None, progress.skipped)
-    say(
-        f"training {sum(p.numel() for p in model.parameters()):,} weights on {listed(layout.drafters)}, target "
-        f"{config.target.path} on {listed(map(plus, layout.targets))}: {len(data):,} conversations, about "
-        f"{feed.rows.about_rows:,} rows an epoch, {settings.rows_per_step} rows of {config.data.row_tokens} tokens and "
-        f"{settings.anchors} blocks a row a step"
+    say(headline(config, layout, ground, learners[0]))
+    decoder = heldout_decoder(
+        config, ground.heldout, ground.targets[0], learners[0].model, devices[0], block=ground.draft.block_size
     )
+    due = Due(settings, feed, decoder)
+    # A stop may have come before what was to be measured after the last step was.
+    unmeasured = progress.unmeasured and is_own and due.measuring(progress.step)
 
     def saved(written: Written) -> None:
         journal.update(checkpoint=written.path.name)
@@ -207,29 +176,13 @@ def _train(
         if stop.is_set():
             raise Stopped
 
-    def decodes_after(step: int) -> bool:
-        return decoder is not None and (step % settings.decode_every == 0 or step == settings.steps)
-
-    def measures_after(step: int) -> bool:
-        return feed.measures_after(step) or decodes_after(step)
-
-    decoder = None
-    if heldout and settings.decode_every:
-        prompts = heldout_prompts(
-            heldout, target, settings.decode_prompts, settings.decode_tokens, block=draft.block_size
-        )
-        decoder = HeldoutDecoder(target, learners[0].model, devices[0], prompts, settings.decode_tokens)
-
     # The workers: the feed and the targets work ahead in their own threads, and each drafter learns in its own.
-    places = [[torch.device(name) for name in names] for names in layout.targets]
     workers = [
-        TargetWorker(each, draft, place, devices, anchors=settings.anchors, teacher=learns_distribution)
-        for each, place in zip(targets, places, strict=True)
+        TargetWorker(each, ground.draft, place, devices, anchors=settings.anchors, teacher=learns_distribution(config))
+        for each, place in zip(ground.targets, places, strict=True)
     ]
     target_stage = Stage("target", workers)
-    # A stop may have come before what was to be measured after the last step was.
-    unmeasured = progress.unmeasured and is_own and measures_after(progress.step)
-    source = feed.batches(progress.step, cursor, measured=not (unmeasured and feed.measures_after(progress.step)))
+    source = feed.batches(progress.step, cursor, measured=not (unmeasured and due.figures(progress.step)))
     with (
         streams.current(),
         watchdog,
@@ -237,13 +190,13 @@ def _train(
             run.checkpoints, replicas.state, keep=settings.keep, origin=origin, saved=saved, say=say, beat=beat
         ) as saver,
     ):
-        finish_loading([*devices, *(device for place in places for device in place)])
+        finish_loading(everywhere)
         if progress.step < settings.steps or unmeasured:
-            shape = batch_shape(config, feed.micro_rows, target.dtype)
+            shape = batch_shape(config, feed.micro_rows, ground.targets[0].dtype)
             warm_up_targets(
-                targets,
+                ground.targets,
                 shape,
-                draft.target_layer_ids,
+                ground.draft.target_layer_ids,
                 fp8=config.target.fp8,
                 say=say,
                 check=still_wanted,
@@ -257,8 +210,8 @@ def _train(
                 source,
                 [target_stage],
                 # One more waits with each drafter.
-                max(1, config.layout.depth - 1) * replicas_count,
-                config.layout.queue_mib * 2**20 * replicas_count,
+                max(1, config.layout.depth - 1) * len(devices),
+                config.layout.queue_mib * 2**20 * len(devices),
                 size=waiting_bytes,
                 failed=note,
                 beat=beat,
@@ -278,112 +231,150 @@ def _train(
             )
             tally = Tally(
                 journal,
-                devices=[*devices, *(device for place in places for device in place)],
+                devices=everywhere,
                 log_every=settings.log_every,
                 load=meter.load,
                 skipped=progress.skipped,
                 skipped_in_a_row=progress.skipped_in_a_row,
                 say=say,
             )
-
-            @contextlib.contextmanager
-            def aside() -> Generator[None]:
-                """What is no training: in no figure of speed, and no worker's waiting."""
-                with tally.paused(), replicas.paused(), meter.paused():
-                    yield
-
+            course = Course(
+                settings,
+                feed,
+                iter(pipeline),
+                replicas,
+                progress=progress,
+                last_saved=progress.step if is_own else None,
+                due=due,
+                decoder=decoder,
+                scores=scores,
+                tally=tally,
+                meter=meter,
+                saver=saver,
+                journal=journal,
+                stop=stop,
+                beat=beat,
+            )
             journal.update(state="training")
-            last_saved = progress.step if is_own else None
             if before and not is_own:
-                # From here on the run can do without the earlier one.
-                saver.save(progress, before.score)
-                last_saved = progress.step
+                course.save_as_own(before.score)
             elif earlier and progress.step == settings.steps:
                 saver.tidy(earlier)  # which no save will do any more
-            results = iter(pipeline)
-            score: Score | None = None  # of the last step
-
-            def measure(step: int) -> tuple[HeldoutFigures | None, CycleFigures | None]:
-                """What is due after a step, of what is to be measured; None for what a stop has cut."""
-                figured = decoded = None
-                with aside():
-                    if feed.measures_after(step) and not stop.is_set():
-                        batches = islice(results, feed.heldout_batches)
-                        figured = heldout_figures(replicas, batches, stop, late=replicas_count)
-                    if decoder and decodes_after(step) and not stop.is_set():
-                        decoded = decoder.measure(stop, beat)
-                return figured, decoded
-
-            def cut(step: int, figured: HeldoutFigures | None, decoded: CycleFigures | None) -> bool:
-                return (feed.measures_after(step) and figured is None) or (decodes_after(step) and decoded is None)
-
             try:
                 if unmeasured and earlier:
-                    measured, decoded = measure(progress.step)
-                    if not cut(progress.step, measured, decoded):
-                        score = scores.score(measured, decoded) if scores else None
-                        progress = progress.model_copy(update={"unmeasured": False})
-                        journal.amend(progress.step, measured_figures(measured, decoded))
-                        write_score(earlier, progress, score, settings.keep)
-                for step in range(progress.step + 1, settings.steps + 1):
-                    if stop.is_set():
-                        break
-                    lr = learning_rate(
-                        step, steps=settings.steps, highest=settings.lr, warmup_ratio=settings.warmup_ratio
-                    )
-                    tokens = learn_from(islice(results, feed.batches_per_step), replicas)
-                    figures = replicas.update(lr)
-                    rows = feed.source(step)
-                    progress = Progress(
-                        step=step,
-                        row=rows.after.row,
-                        cursor=rows.after,
-                        data_digest=data.digest,
-                        packing=feed.rows.packing,
-                    )
-
-                    measured = decoded = score = None
-                    if measures_after(step):
-                        progress = progress.model_copy(update={"unmeasured": True})
-                        if not stop.is_set():
-                            tally.settle()
-                            figures.read()  # waits for the step, which is training, before what is none begins
-                            measured, decoded = measure(step)
-                        progress = progress.model_copy(update={"unmeasured": cut(step, measured, decoded)})
-                        score = scores.score(measured, decoded) if scores else None
-                    tally.add(Step(rows, lr, tokens, figures, measured, decoded))
-                    # What is decoded is saved too: else its score were for nothing.
-                    if step % settings.checkpoint_every == 0 or step == settings.steps or decoded is not None:
-                        tally.settle()
-                        # While steps are skipped nothing is learned, and an older checkpoint may be better.
-                        if not tally.skipped_in_a_row:
-                            with aside():
-                                replicas.check()
-                                saver.save(tally.noted(progress), score)
-                            last_saved = step
-                            journal.update(step=step)
-                    saver.poll()
-                replicas.check()
+                    course.catch_up(earlier)
+                course.go_on()
             except GaveUp as error:
                 say(f"{error}: the step under way is given up")
             # Here and not below: the threads may take long to stop, or never do.
-            tally.settle()
-            if last_saved != progress.step:
-                saver.save(tally.noted(progress), score)
-                journal.update(step=progress.step)
-            saver.wait()
+            course.end()
     for name in (*pipeline.left_behind, *replicas.left_behind):
         say(f"the thread {name!r} is still busy and was left behind")
-    return "finished" if progress.step == settings.steps and not progress.unmeasured else "stopped"
+    return "finished" if course.finished else "stopped"
 
 
-def learn_from(batches: Iterable[FeatureBatch], replicas: Replicas) -> int:
-    """Gives them to their drafters; the tokens in them."""
-    tokens = 0
-    for batch in batches:
-        tokens += batch.tokens
-        replicas.learn(batch)
-    return tokens
+# --- the way to the first step ---
+
+
+def checked(
+    config: TrainConfig,
+    layout: Layout,
+    run: RunDir,
+    journal: Journal,
+    init_from: Path | None,
+    resume: Path | None,
+    say: Say,
+) -> Path | None:
+    """Tells what is wrong before hours of preparation. The checkpoint to go on from, if there is one."""
+    for line in (*idle_keys(config), *check_layout(config, layout)):
+        say(line)
+    check_paths(config)
+    earlier = find_checkpoint(run, resume, say)
+    if earlier:
+        journal.goes_on_from(read_state(earlier).progress.step)
+    if earlier and init_from:
+        say(f"--init-from {init_from} does nothing: the training goes on from {earlier}")
+    return earlier
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is learned from, and by what kind of drafter."""
+
+    targets: Sequence[TargetModel]  # one for each target worker, all the same
+    data: Prepared
+    heldout: Prepared | None
+    feed: Feed
+    draft: DraftConfig
+
+    def begin(self) -> Progress:
+        """Of a training that has done nothing yet."""
+        return Progress(step=0, row=0, data_digest=self.data.digest, packing=self.feed.rows.packing)
+
+
+def ground_of(
+    config: TrainConfig, layout: Layout, run: RunDir, earlier: Path | None, stop: threading.Event, say: Say
+) -> Ground:
+    """Loads the targets and prepares the data. Raises TrainingError, TargetError, DataError; Stopped."""
+    targets = load_targets(config, layout)
+    target = targets[0]
+    if reason := sizes.too_long(target.config, config.data.row_tokens):
+        raise TrainingError(f"the target {config.target.path}: {reason}")
+    check_fits(config, target, earlier)
+    data, heldout = data_of(config, target, run, stop, say)
+    feed = Feed(config, data, heldout, len(layout.drafters))
+    for line in feed.report:
+        say(line)
+    draft = draft_config(config, target, [data, heldout] if heldout else [data], earlier)
+    if learns_distribution(config):
+        say(soft_cost_line(config, draft))
+    return Ground(targets, data, heldout, feed, draft)
+
+
+def learns_distribution(config: TrainConfig) -> bool:
+    """Whether the labels are the target's distribution, not the data's tokens."""
+    return config.train.objective != "cross-entropy"
+
+
+def learners_of(
+    config: TrainConfig,
+    ground: Ground,
+    devices: Sequence[torch.device],
+    init_from: Path | str | None,
+    *,
+    fresh: bool,
+    say: Say,
+) -> list[Learner]:
+    """A learner for each device, all with the same weights. fresh: no checkpoint's will take their place."""
+    target = ground.targets[0]
+    model = fresh_drafter(ground.draft, config.train.seed)
+    if fresh:
+        seed_all(config.train.seed)
+        start_weights(model, init_from, say, target)
+    heads = {each.device: each.head_weight for each in reversed(ground.targets)}
+    return [
+        make_learner(config, copy.deepcopy(model).to(device), heads.setdefault(device, target.head_weight.to(device)))
+        for device in devices
+    ]
+
+
+def tell_of_the_best(run: RunDir, scores: Measuring, say: Say) -> None:
+    """Says when the best checkpoint so far can't be compared with what will be measured."""
+    judged = judge(run.checkpoints)
+    if judged.best and judged.score:
+        for line in scores.differs(judged.best.name, judged.score):
+            say(line)
+
+
+def headline(config: TrainConfig, layout: Layout, ground: Ground, learner: Learner) -> str:
+    """What is trained, on what, in a line."""
+    settings, feed = config.train, ground.feed
+    return (
+        f"training {sum(p.numel() for p in learner.model.parameters()):,} weights on {listed(layout.drafters)}, target "
+        f"{config.target.path} on {listed(map(plus, layout.targets))}: {len(ground.data):,} conversations, about "
+        f"{feed.rows.about_rows:,} rows an epoch, {settings.rows_per_step} rows of {config.data.row_tokens} tokens and "
+        f"{settings.anchors} blocks a row a step"
+    )
 
 
 def note(error: BaseException) -> None:

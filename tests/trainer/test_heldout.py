@@ -107,7 +107,7 @@ def test_a_measurement_that_a_stop_has_cut_comes_first_when_the_run_goes_on(
     at: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records, best.json and the end are those of a run that was not stopped. Step 8 is the last."""
-    from trainer import train as module
+    from trainer import course as module
     from trainer.checkpoint import judge, read_state
 
     changes = {"train__steps": 8, "train__eval_every": 4, "train__checkpoint_every": 4, "train__keep": 9}
