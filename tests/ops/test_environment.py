@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import Box, Cli
-from test_programs import documented, fields
 
-from dflash_ops import data, wheels
 from dflash_ops import environment as verbs
+from dflash_ops import wheels
 from dflash_ops.command import Command, Container, Pins
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, PreflightError, VerificationError
 from dflash_ops.progress import Progress
@@ -565,14 +564,6 @@ def test_warm_waits_for_no_gpu_that_a_run_has(shell: Shell, box: Box) -> None:
         assert talk.hear() == b"held"
         with pytest.raises(BusyError, match=r"a GPU is taken .*gpu-status"):
             verbs.warm(shell, container, "", "config.toml")
-
-
-# -- for programs
-
-
-def test_every_field_is_documented() -> None:
-    kinds = (data.Moved, verbs.Synced, verbs.Checked, verbs.Row, verbs.Environment, verbs.WarmedUp)
-    assert {kind.__name__: documented(kind.__name__) for kind in kinds} == {it.__name__: fields(it) for it in kinds}
 
 
 # -- the inventory
