@@ -97,15 +97,16 @@ def _answer(connection: socket.socket, devices: dict[str, Device]) -> None:
     with connection, connection.makefile("rb") as lines:
         try:
             peer = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-            question = json.loads(lines.readline())
-            if "open" in question:
-                record = devices[question["open"]].open(peer, int(question["mib"]))
-                answer = {"slot": record.slot}
+            line = lines.readline()
+            if line.startswith(b"nvidia-smi"):
+                words = line[:-1].decode("utf-8", "replace").split("\0")
+                code, out = nvidia.smi(words[1:], _seen_by(peer, devices))
+                connection.sendall(f"{code}\n{out}".encode())
             else:
-                code, out = nvidia.smi(list(map(str, question["nvidia-smi"])), _seen_by(peer, devices))
-                answer = {"code": code, "out": out}
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-            lines.read()  # the caller closes when it has locked its slot, or dies
+                question = json.loads(line)
+                record = devices[question["open"]].open(peer, int(question["mib"]))
+                connection.sendall(json.dumps({"slot": record.slot}).encode() + b"\n")
+                lines.read()  # the caller closes when it has locked its slot, or dies
         except (OSError, ValueError, KeyError):
             return  # a caller that went away or speaks something else
         finally:
