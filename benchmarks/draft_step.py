@@ -1,9 +1,9 @@
 """The drafter's training step: ours and SpecForge's in one run, by turns.
 
     python benchmarks/draft_step.py            # Qwen3-4B's shape on a GPU; --quick: tiny shapes, on the CPU too
-    python benchmarks/draft_step.py --variant old= --variant new=draft_working,merged_heads
     python benchmarks/draft_step.py --growth   # 2k to 16k tokens a row, 256 to 1,024 anchors
 
+"plain" is draft.py's forward under autocast and torch's own AdamW, compiled: what ours was before docs/speed.md.
 A step is forward, backward and update from features that are there, float32 master weights (the peer: bfloat16 ones).
 Rows hold one document, and again several of 200 to 1,500 tokens. Each kind of step is waited for and timed alone, all
 of them once a round. Peaks are what a step needs while only it is there: weights, moments, head, batch and step.
@@ -23,8 +23,7 @@ from shapes import SIZES, Size, save, specforge_step, why
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer import switches
-from trainer.blocks import Tiling, tile_mask
+from trainer.blocks import tile_mask
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch, RowBatch
 from trainer.learner import Learner
@@ -45,21 +44,21 @@ from trainer.warm import BatchShape, made_up_batch, made_up_rows, warm_up
 
 GIB = 2**30
 GROWTH = [(row_tokens, anchors) for row_tokens in (2048, 4096, 8192, 16384) for anchors in (256, 512, 1024)]
+WAYS = {"ours": None, "plain": False}  # whether the learner computes on copies; None: as it is trained
 SMALL = [(row_tokens, anchors) for row_tokens in (128, 256) for anchors in (8, 16)]
 
 
 class Ours:
     """A learner of this trainer, warmed up."""
 
-    def __init__(self, size: Size, head_VH: torch.Tensor, words: str, chunk_blocks: int) -> None:
+    def __init__(self, size: Size, head_VH: torch.Tensor, way: str, chunk_blocks: int) -> None:
         torch.manual_seed(0)
         device = head_VH.device
         with torch.device(device):
-            model = DraftModel(size.draft())
-        self.switches = switches.parse(words, switches.chosen())
+            model = DraftModel(size.draft()).to(device)
         self.learner = Learner(
             model, head_VH, make_optimizer(model, lr=1e-4, weight_decay=0.0), Weighting("exp-decay"),
-            chunk_blocks=chunk_blocks, clip=1.0, switches=self.switches if words else None,
+            chunk_blocks=chunk_blocks, clip=1.0, copies=WAYS[way],
         )  # fmt: skip
 
     def warm(self, shape: BatchShape) -> dict[str, Any]:
@@ -87,45 +86,45 @@ def rows_of(size: Size, kind: str, device: torch.device) -> RowBatch:
 def mask_alone(size: Size, batch: FeatureBatch, ours: Ours) -> dict[str, Any]:
     """The tiles of a batch's mask, and that other anchors need no compilation."""
     learner, device = ours.learner, batch.features_BSF.device
-    tiling: Tiling = learner._tiling
+    many, lists = learner._merged_heads, learner._lists
     blocks = batch.part(0).blocks
 
     def build() -> None:
-        tile_mask(blocks, size.row_tokens, tiling=tiling, lists=learner._lists)
+        tile_mask(blocks, size.row_tokens, merged_heads=many, lists=lists)
 
     times = alternating({"": build}, device, rounds=30, warm=5)[""]
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = peak_gib(device, build)
     with nothing_compiles(device):
         moved = replace(blocks, anchors_BN=blocks.anchors_BN.flip(1).contiguous())
-        tile_mask(moved, size.row_tokens, tiling=tiling, lists=learner._lists)
+        tile_mask(moved, size.row_tokens, merged_heads=many, lists=lists)
     return {"ms": times.rounded(), "peak_mib": None if peak is None else round(peak * 1024 - before / 2**20, 1)}
 
 
 def measured(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
-    """All variants and the peer over rows of each kind."""
+    """All ways and the peer over rows of each kind."""
     draft, shape = size.draft(), shape_of(size, device)
     head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
     batches = {kind: made_up_batch(draft, shape, device, rows_of(size, kind, device)) for kind in ("one", "packed")}
     held = batches["one"].device_bytes() + head_VH.nbytes
     steps: dict[str, Any] = {}
     told: dict[str, dict[str, Any]] = {}
-    found: dict[str, Any] = {"variants": told, "rows": {}}
+    found: dict[str, Any] = {"ways": told, "rows": {}}
 
     def keep() -> None:
         save(options.found | found, options.out)
 
     ours: dict[str, Ours] = {}
-    for name, words in options.variants.items():
+    for name in options.ways:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         try:
-            mine = Ours(size, head_VH, words, options.chunk_blocks)
-            told[name] = {"switches": words, **mine.warm(shape)}
+            mine = Ours(size, head_VH, name, options.chunk_blocks)
+            told[name] = mine.warm(shape)
             for _ in range(2):
                 mine.step(batches["one"])
             peak = peak_gib(device, lambda mine=mine: mine.step(batches["one"]))
         except Exception as error:  # one way that does not work must not cost the others
-            told[name] = {"switches": words, "failed": why(error)}
+            told[name] = {"failed": why(error)}
             keep()
             continue
         if peak is not None:
@@ -134,7 +133,7 @@ def measured(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
         steps[name] = mine.step
         keep()
     if options.compile_only:
-        return {"variants": told}
+        return {"ways": told}
     try:
         if options.peer:
             add_peer(size, device, batches["one"], steps, told)
@@ -157,7 +156,7 @@ def measured(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
     keep()
     if options.profile and ours:
         try:
-            profile(ours[list(ours)[-1]], batches["one"], options.profile)
+            profile(ours[next(iter(ours))], batches["one"], options.profile)
         except Exception as error:
             found["profile"] = {"failed": why(error)}
     return found
@@ -185,7 +184,7 @@ def add_peer(
 
 
 def profile(mine: Ours, batch: FeatureBatch, file: Path) -> None:
-    """A table of the kernels of three steps of the last variant."""
+    """A table of the kernels of three steps of ours."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if batch.features_BSF.is_cuda else [])
@@ -201,13 +200,12 @@ def profile(mine: Ours, batch: FeatureBatch, file: Path) -> None:
 def grown(size: Size, device: torch.device, options: Any) -> list[dict[str, Any]]:
     """How the step's time grows with rows and anchors beside the counted operations."""
     found: list[dict[str, Any]] = []
-    words = list(options.variants.values())[-1]
     for row_tokens, count in options.at or (SMALL if options.quick else GROWTH):
         here = replace(size, row_tokens=row_tokens, anchors=count)
         shape = shape_of(here, device)
         head_VH = torch.randn(size.vocabulary, size.hidden, device=device, dtype=shape.dtype) * 0.02
         try:
-            one = grown_at(here, shape, head_VH, device, words, options)
+            one = grown_at(here, shape, head_VH, device, options)
         except Exception as error:  # too large for this GPU, say: the smaller ones stay
             one = {"row_tokens": row_tokens, "anchors": count, "failed": why(error)}
         if one:
@@ -226,10 +224,10 @@ def grown(size: Size, device: torch.device, options: Any) -> list[dict[str, Any]
 
 
 def grown_at(
-    here: Size, shape: BatchShape, head_VH: torch.Tensor, device: torch.device, words: str, options: Any
+    here: Size, shape: BatchShape, head_VH: torch.Tensor, device: torch.device, options: Any
 ) -> dict[str, Any]:
     """One of them; empty where it is only compiled."""
-    mine = Ours(here, head_VH, words, options.chunk_blocks)
+    mine = Ours(here, head_VH, "ours", options.chunk_blocks)
     mine.warm(shape)
     if options.compile_only:
         return {}
@@ -245,24 +243,16 @@ def place(word: str) -> tuple[int, int]:
     return int(row_tokens), int(anchors)
 
 
-def variant(word: str) -> tuple[str, str]:
-    name, _, words = word.partition("=")
-    switches.parse(words)
-    return name, words
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="qwen3-4b")
-    parser.add_argument(
-        "--variant", action="append", type=variant, metavar="NAME=SWITCHES", help="ours; default: as trained"
-    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ours; default: all")
     parser.add_argument("--steps", type=int, default=12, help="rounds that are timed")
     parser.add_argument("--chunk-blocks", type=int, default=256)
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--at", action="append", type=place, metavar="TOKENSxANCHORS", help="--growth at these only")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a table of the last variant's kernels")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a table of the kernels of ours")
     parser.add_argument("--compile-only", action="store_true", help="fill the compile cache, time nothing")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
     parser.add_argument("--out", type=Path)
@@ -271,7 +261,6 @@ def main() -> int:
     if options.quick:
         options.size, options.steps = "tiny", min(options.steps, 3)
         torch.set_num_threads(1)
-    options.variants = dict(options.variant or [("ours", "")])
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and options.size != "tiny":
         parser.error("there is no GPU here: --quick runs tiny shapes")

@@ -32,7 +32,6 @@ from trainer.optim import make_optimizer
 from trainer.records import RunDir
 from trainer.speed import where
 from trainer.start import data_of
-from trainer.switches import parse
 
 
 def main() -> int:
@@ -67,7 +66,7 @@ def main() -> int:
         for name in ("exact", "fp8"):
             if name == "fp8":
                 target.prepare(
-                    1, options.row_tokens, draft.target_layer_ids, parse("target_compiled"), fp8=True,
+                    1, options.row_tokens, draft.target_layer_ids, fp8=True,
                     compiled=compiled if on_gpu else (lambda function: function),
                 )  # fmt: skip
             batches = [features_of(target, rows, draft, device, anchors=options.anchors) for rows in feed._heldout()]

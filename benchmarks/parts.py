@@ -3,7 +3,7 @@
     python benchmarks/parts.py attention head update products [--quick]
     python benchmarks/parts.py attention --compile-only 0/4    # fills the compile cache, with others beside it
 
-attention  the drafter's attention, forward and backward, by tiles, merged heads and the kernels' options
+attention  the drafter's attention, forward and backward, by merged heads and the kernels' options
 head       head and loss with the gradient of the hidden states, by the blocks of a chunk
 update     norm, clipping, AdamW and the copies that compute: one kernel a weight, and torch's own passes
 products   the matrix products of drafter and target at their shapes, each alone: the floor of what they can take
@@ -23,11 +23,11 @@ from shapes import SIZES, Size, save, why
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.blocks import EVERYTHING, Tiling, dense_mask, tile_lists, tile_mask
+from trainer.blocks import EVERYTHING, dense_mask, tile_lists, tile_mask
 from trainer.compile_cache import use_compile_cache
 from trainer.compiled import compiled
 from trainer.draft import DraftModel
-from trainer.fast_draft import WorkingCopy, attend, heads
+from trainer.fast_draft import HOPPER, WorkingCopy, attend, by_token, heads, merge
 from trainer.features import FeatureBatch
 from trainer.loss import Weighting, chunk_loss, loss_and_accepted
 from trainer.optim import clip_scale, make_optimizer, norms_of, step_if, total_norm
@@ -49,36 +49,23 @@ def forward(m: int, n: int, warps: int, stages: int) -> Options:
     return {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
 
 
-SAFE: Options = {"ROWS_GUARANTEED_SAFE": True}
-PRESCALED: Options = {"PRESCALE_QK": True}
-# name -> key tile, merged heads, options
-ATTENTION: dict[str, tuple[int, bool, Options]] = {
-    "as it is": (128, False, {}),
-    "merged": (128, True, {}),
-    "merged, keys 64": (64, True, backward(64, 64, 128, 64, 8, 3)),
-    "keys 64": (64, False, backward(64, 64, 128, 64, 8, 3)),
-    "safe": (128, False, SAFE),
-    "prescaled": (128, False, PRESCALED),
-    "safe, prescaled, merged": (128, True, SAFE | PRESCALED),
-    "tma": (128, False, {"USE_TMA": True}),
-    "tma forward": (128, False, {"fwd_USE_TMA": True}),
-    "fwd 128x128 w8 s2": (128, False, forward(128, 128, 8, 2)),
-    "fwd 128x64 w4 s3": (128, False, forward(128, 64, 4, 3)),
-    "fwd 128x64 w8 s2": (128, False, forward(128, 64, 8, 2)),
-    "fwd 64x64 w4 s3": (128, False, forward(64, 64, 4, 3)),
-    "fwd 128x128 w8 s3": (128, False, forward(128, 128, 8, 3)),
-    "bwd 64,128 w8 s2": (128, True, backward(64, 128, 128, 64, 8, 2)),
-    "bwd 64,128 w8 s1": (128, True, backward(64, 128, 128, 64, 8, 1)),
-    "bwd 64,128 w4 s2": (128, True, backward(64, 128, 128, 64, 4, 2)),
-    "bwd 64,64 w4 s2": (128, True, backward(64, 64, 64, 64, 4, 2)),
-    "bwd 64,64 w4 s3": (128, True, backward(64, 64, 64, 64, 4, 3)),
-    "bwd 64,64 w8 s2": (128, True, backward(64, 64, 64, 64, 8, 2)),
-    "bwd 128,128 w8 s1": (128, True, backward(128, 128, 128, 128, 8, 1)),
-    "bwd 128,128 w8 s2": (128, True, backward(128, 128, 128, 128, 8, 2)),
-    "bwd 32,128 w8 s3": (128, True, backward(32, 128, 128, 32, 8, 3)),
-    "bwd 32,64 w4 s4": (128, True, backward(32, 64, 64, 32, 4, 4)),
-    "bwd 64,64+128,64 w8 s3": (128, True, backward(64, 64, 128, 64, 8, 3)),
-    "bwd 64,128+64,64 w8 s3": (128, True, backward(64, 128, 64, 64, 8, 3)),
+# name -> merged heads, options
+ATTENTION: dict[str, tuple[bool, Options]] = {
+    "flex's own": (False, {}),
+    "merged": (True, {}),
+    "as on a Hopper": (True, HOPPER),
+    "prescaled": (False, {"PRESCALE_QK": True}),
+    "tma": (False, {"USE_TMA": True}),
+    "fwd 128x128 w8 s3": (True, forward(128, 128, 8, 3)),
+    "fwd 128x64 w4 s3": (True, forward(128, 64, 4, 3)),
+    "fwd 64x128 w4 s3": (True, forward(64, 128, 4, 3)),
+    "bwd 64,128 w8 s3": (True, backward(64, 128, 128, 64, 8, 3)),
+    "bwd 64,128 w8 s2": (True, backward(64, 128, 128, 64, 8, 2)),
+    "bwd 64,64 w4 s2": (True, backward(64, 64, 64, 64, 4, 2)),
+    "bwd 64,64 w8 s2": (True, backward(64, 64, 64, 64, 8, 2)),
+    "bwd 32,128 w8 s3": (True, backward(32, 128, 128, 32, 8, 3)),
+    "bwd 32,64 w4 s4": (True, backward(32, 64, 64, 32, 4, 4)),
+    "bwd 32,64 w4 s2": (True, backward(32, 64, 64, 32, 4, 2)),
 }
 
 
@@ -106,7 +93,7 @@ def attention(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found: dict[str, Any] = {}
-    for name, (key_tile, merged, kernel) in mine(list(ATTENTION.items()), options):
+    for name, (merged, kernel) in mine(list(ATTENTION.items()), options):
         try:
             chosen = tuple(sorted(kernel.items()))
 
@@ -116,20 +103,19 @@ def attention(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
                 v: torch.Tensor,
                 mask: Any,
                 chosen: Any = chosen,
-                merged: bool = merged,
+                merged: bool = merged and on_gpu,
             ) -> torch.Tensor:
-                parts = [heads(x, size.head_dim) for x in (q, k, v)]
-                return attend(*parts, mask, merged=merged, options=chosen)  # type: ignore[misc]
+                q, k, v = (heads(x, size.head_dim) for x in (q, k, v))
+                q, k, v = merge(q, k, v) if merged else (q, k, v)
+                return by_token(attend(q, k, v, mask, chosen), size.kv_heads if merged else 1)
 
             torch.compiler.reset()
             run: Callable[..., torch.Tensor] = compiled(work) if on_gpu else work
             here: dict[str, Any] = {}
             for kind in ("one", "packed"):
                 blocks = batch_of(size, device, kind).blocks
-                tiling = Tiling(key_tile, size.kv_heads if merged else 1)
-                mask = (
-                    tile_mask(blocks, size.row_tokens, tiling=tiling) if on_gpu else dense_mask(blocks, size.row_tokens)
-                )
+                many, row = size.kv_heads if merged and on_gpu else 1, size.row_tokens
+                mask = tile_mask(blocks, row, merged_heads=many) if on_gpu else dense_mask(blocks, row)
 
                 def both(run: Any = run, mask: Any = mask) -> None:
                     run(q, k, v, mask).backward(grad)
@@ -188,7 +174,7 @@ def update(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
     """Milliseconds from gradients that are there to weights that the next forward can use."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = DraftModel(size.draft())
+        model = DraftModel(size.draft()).to(device)
     on_gpu = device.type == "cuda"
     parameters = list(model.parameters())
     working = WorkingCopy(model, torch.bfloat16 if on_gpu else torch.float32)
@@ -277,14 +263,14 @@ def products(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
 def mask(size: Size, device: torch.device, options: Any) -> dict[str, Any]:
     """Milliseconds of a mask's lists, as they come and compiled."""
     blocks, found = batch_of(size, device, "packed").blocks, dict[str, Any]()
-    for name, tiling in (("single", Tiling()), ("merged", Tiling(merged_heads=size.kv_heads))):
+    for name, many in (("single", 1), ("merged", size.kv_heads)):
         for how, lists in (("as it is", tile_lists), ("compiled", compiled(tile_lists))):
             if how == "compiled" and device.type == "cpu":
                 continue
 
-            def work(lists: Any = lists, tiling: Tiling = tiling) -> None:
+            def work(lists: Any = lists, many: int = many) -> None:
                 lists(
-                    blocks.anchors_BN, blocks.starts_BN, blocks.keep_BN, size.block, size.row_tokens, EVERYTHING, tiling
+                    blocks.anchors_BN, blocks.starts_BN, blocks.keep_BN, size.block, size.row_tokens, EVERYTHING, many
                 )
 
             work()

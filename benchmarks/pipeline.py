@@ -1,9 +1,9 @@
 """The target's features and the whole trainer: ours and the peers' in one run.
 
     python benchmarks/pipeline.py [--quick] [features] [trainer] [overhead]
-    python benchmarks/pipeline.py features --variant eager= --variant new=target_compiled,target_fused --fp8
 
 features  the target's forward with its captured layers, by turns: transformers' with all hidden states, and ours
+          (also by hand, as rows of another shape go, and in fp8 where the GPU can)
 trainer   target and drafter together on one GPU, all workers at work, as `python -m trainer bench` measures it
 overhead  real trainings (trainer.train) of made-up conversations: what logging each step costs, what a checkpoint and
           a measurement on held-out data cost, the first step's wait, and what the log says of the speed
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_targets import tiny_tokenizer
 
 import trainer.train as training
-from trainer import bench, switches
+from trainer import bench
 from trainer.compile_cache import use_compile_cache
 from trainer.compiled import compiled
 from trainer.config import TrainConfig, load
@@ -55,29 +55,27 @@ def rows_of(size: Size, kind: str, device: torch.device) -> RowBatch:
 
 
 def features(size: Size, target: TargetModel, device: torch.device, options: Any) -> dict[str, Any]:
-    """Milliseconds of a row's features. The variants prepare one target, one after the other."""
+    """Milliseconds of a row's features. The ways prepare one target, one after the other."""
     draft, rows = size.draft(), {kind: rows_of(size, kind, device) for kind in KINDS}
     layers = draft.target_layer_ids
     on_gpu = device.type == "cuda"
     runner: Any = target._runner
     ways: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    fp8 = [("fp8", "target_compiled,target_fused", True)] if options.fp8 else []
-    for name, words, narrow in [*((n, w, False) for n, w in options.variants.items()), *fp8]:
-        chosen = switches.parse(words)
+    for name, fast, narrow in (("by hand", False, False), ("ours", True, False), ("fp8", True, True)):
+        if narrow and not on_gpu:
+            continue
         runner.fast = None
         try:
-            if chosen.target_compiled:
-                target.prepare(
-                    1, size.row_tokens, layers, chosen, fp8=narrow, compiled=compiled if on_gpu else (lambda f: f)
-                )
-            fast = runner.fast
+            if fast:
+                target.prepare(1, size.row_tokens, layers, fp8=narrow, compiled=compiled if on_gpu else (lambda f: f))
+            made = runner.fast
         except Exception as error:  # one way that does not work must not cost the others
             failed[name] = why(error)
             continue
 
-        def way(row: RowBatch, ids: torch.Tensor, places: torch.Tensor, fast: Any = fast) -> torch.Tensor:
-            runner.fast = fast
+        def way(row: RowBatch, ids: torch.Tensor, places: torch.Tensor, made: Any = made) -> torch.Tensor:
+            runner.fast = made
             return target.features(ids, row.document_ids_BS, places, layers)
 
         ways[name] = way
@@ -131,11 +129,11 @@ def config_of(size: Size, folder: Path, steps: int, **more: Any) -> TrainConfig:
 
 
 def whole(size: Size, target: TargetModel, folder: Path, options: Any) -> dict[str, Any]:
-    """`trainer bench` of this target and layout, for each kind of row and each variant."""
+    """`trainer bench` of this target and layout, for each kind of row; on a GPU again with target.fp8."""
     config, found = config_of(size, folder, 1, chunk_blocks=options.chunk_blocks), dict[str, Any]()
     runner: Any = target._runner
-    for name, words in options.variants.items():
-        switches.choose(switches.parse(words))
+    for name in ("exact", "fp8") if torch.cuda.is_available() else ("exact",):
+        settings = config.model_copy(update={"target": config.target.model_copy(update={"fp8": name == "fp8"})})
         for kind in KINDS:
             runner.fast = None
             torch.compiler.reset()
@@ -144,13 +142,19 @@ def whole(size: Size, target: TargetModel, folder: Path, options: Any) -> dict[s
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                told = bench.measure(config, steps=options.steps, packed=kind == "packed", say=say, targets=[target])
+                told = bench.measure(settings, steps=options.steps, packed=kind == "packed", say=say, targets=[target])
             except Exception as error:
                 told = {"failed": why(error)}
             found.setdefault(name, {})[kind] = told
             save(options.found | {"trainer": found}, options.out)
             print(name, kind, told.get("tokens_per_s", told.get("failed")), file=sys.stderr, flush=True)
     return found
+
+
+def process_age() -> float:
+    """Seconds since this process was started: before it imported anything."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - started
 
 
 def say(line: str) -> None:
@@ -180,8 +184,7 @@ def write_data(size: Size, folder: Path) -> None:
 def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dict[str, Any]:
     """Real trainings: each step logged, none logged; then with checkpoints and measurements."""
     training.load_targets = lambda config, layout: [target] * len(layout.targets)
-    switches.choose(switches.parse(list(options.variants.values())[-1]))
-    steps, often = (120, 20) if not options.quick else (13, 4)
+    steps, often = (90, 15) if not options.quick else (13, 4)
     found: dict[str, Any] = {}
     plans = {
         "each step logged": {"log_every": 1},
@@ -201,12 +204,17 @@ def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dic
             lines.append((round(time.perf_counter() - begun, 2), line))
 
         training.train(config, run, say=told)
+        age = process_age()
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
         found[name] = {
             "wall_s": round(time.perf_counter() - begun, 2),
             "warm_up": [x for x in lines if "warmed" in x[1]],
         }
         found[name]["first_step_s"] = next((t for t, line in lines if "step 1" in line or "step      1" in line), None)
+        if number == 0:  # what a start with a warm cache waits for, imports and a target of random weights included
+            found[name]["first_step_after_start_s"] = round(
+                age - found[name]["wall_s"] + found[name]["first_step_s"], 1
+            )
         if len(records) < steps:
             found[name]["tokens_per_s"] = records[-1]["tokens_per_s"]  # of all steps since the first record
             continue
@@ -236,23 +244,13 @@ def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dic
     return found
 
 
-def variant(word: str) -> tuple[str, str]:
-    name, _, words = word.partition("=")
-    switches.parse(words)
-    return name, words
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=("features", "trainer", "overhead", []), default=[])
     parser.add_argument("--size", choices=SIZES, default="qwen3-4b")
-    parser.add_argument(
-        "--variant", action="append", type=variant, metavar="NAME=SWITCHES", help="ours; default: as trained"
-    )
     parser.add_argument("--rounds", type=int, default=12, help="of the features, timed")
     parser.add_argument("--steps", type=int, default=40, help="of the trainer")
     parser.add_argument("--chunk-blocks", type=int, default=256)
-    parser.add_argument("--fp8", action="store_true", help="features in fp8, too")
     parser.add_argument("--compile-only", action="store_true", help="fill the compile cache for the features")
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
     parser.add_argument("--out", type=Path)
@@ -265,15 +263,12 @@ def main() -> int:
     if device.type == "cpu" and options.size != "tiny":
         parser.error("there is no GPU here: --quick runs tiny shapes")
     size, parts = SIZES[options.size], options.parts or ["features", "trainer", "overhead"]
-    named = dict(options.variant or [])
-    options.variants = named or {"ours": _words(switches.chosen())}
     if device.type == "cuda":
         use_compile_cache(say)
     found: dict[str, Any] = {
         "what": "pipeline",
         "size": options.size,
         "where": where(device),
-        "variants": options.variants,
     }
     options.found = found
     found["limit_tflops"] = float(f"{matrix_limit(device):.4g}")
@@ -299,13 +294,6 @@ def main() -> int:
         options.out.write_text(text + "\n")
     print(text)
     return 0
-
-
-def _words(chosen: switches.Switches) -> str:
-    """What parse would read as these."""
-    default = switches.Switches()
-    words = [f"{n}={v}" for n, v in vars(chosen).items() if n != "flex" and v != getattr(default, n)]
-    return ",".join([*words, *(f"flex.{name}={value}" for name, value in chosen.flex)])
 
 
 if __name__ == "__main__":

@@ -216,24 +216,18 @@ def cached_mask(context: int, block_size: int, sight: Sight, device: torch.devic
 
 
 def listed_tiles(tiles_BIK: Tensor) -> tuple[Tensor, Tensor]:
-    """Per line how many tiles, [B, 1, I], and which, [B, 1, I, K]: those first, in order. The axis is for the heads."""
-    order = torch.argsort(tiles_BIK.int(), dim=-1, descending=True, stable=True)
-    return tiles_BIK.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
+    """Per line how many tiles, [B, 1, I], and which, [B, 1, I, K]: those first, in order. The axis is for the heads.
 
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a mask is cut into tiles for flex attention.
-
-    key_tile: keys in a tile, at most TILE, a divisor of it. merged_heads: key heads that lie behind each other as one
-    (fast_draft.attend); 1: each by itself.
+    The j-th is behind all places up to which j or fewer are counted: so that nothing is sorted, which on a GPU takes
+    longer than all the rest.
     """
+    reached_BIK = tiles_BIK.cumsum(-1, dtype=torch.int32)
+    last = tiles_BIK.shape[-1] - 1
+    rank_K = torch.arange(last + 1, device=tiles_BIK.device)
+    place_BIK = (reached_BIK[..., None, :] <= rank_K[:, None]).sum(-1, dtype=torch.int32).clamp(max=last)
+    return reached_BIK[..., -1][:, None].contiguous(), place_BIK[:, None].contiguous()
 
-    key_tile: int = TILE
-    merged_heads: int = 1
 
-
-WHOLE = Tiling()
 Lists = tuple[Tensor, ...]  # of a BlockMask: counts and places of partly and of fully seen tiles, then transposed
 
 
@@ -244,13 +238,13 @@ def tile_lists(
     block_size: int,
     row_tokens: int,
     sight: Sight = EVERYTHING,
-    tiling: Tiling = WHOLE,
+    merged_heads: int = 1,
 ) -> Lists:
     """The tiles of `tile_mask`. The same shapes for the same N, T and S."""
     count = anchors_BN.shape[1]
     queries = count * block_size
-    device, wide = anchors_BN.device, tiling.key_tile
-    query_tiles, key_tiles = -(-queries // TILE), -(-(row_tokens + queries) // wide)
+    device = anchors_BN.device
+    query_tiles, key_tiles = -(-queries // TILE), -(-(row_tokens + queries) // TILE)
     first_query_I = torch.arange(query_tiles, device=device) * TILE
     last_query_I = (first_query_I + TILE - 1).clamp(max=queries - 1)
     first_block_I, last_block_I = first_query_I // block_size, last_query_I // block_size
@@ -273,12 +267,12 @@ def tile_lists(
 
     kept_BIN = touches_IN & keep_BN[:, None]
     tile_K = torch.arange(key_tiles, device=device)
-    needed_BIK = (tile_K >= lowest(first_BN, kept_BIN) // wide) & (tile_K * wide < highest(anchors_BN, kept_BIN))
-    full_BIK = (tile_K * wide >= highest(latest_BN, touches_IN)) & (
-        (tile_K + 1) * wide <= lowest(anchors_BN, touches_IN)
+    needed_BIK = (tile_K >= lowest(first_BN, kept_BIN) // TILE) & (tile_K * TILE < highest(anchors_BN, kept_BIN))
+    full_BIK = (tile_K * TILE >= highest(latest_BN, touches_IN)) & (
+        (tile_K + 1) * TILE <= lowest(anchors_BN, touches_IN)
     )
-    own_first_I = (row_tokens + first_block_I * block_size) // wide
-    own_last_I = (row_tokens + (last_block_I + 1) * block_size - 1) // wide
+    own_first_I = (row_tokens + first_block_I * block_size) // TILE
+    own_last_I = (row_tokens + (last_block_I + 1) * block_size - 1) // TILE
     own_IK = (tile_K >= own_first_I[:, None]) & (tile_K <= own_last_I[:, None])
     partial_BIK = (needed_BIK | own_IK) & ~full_BIK
     lists = [
@@ -287,14 +281,14 @@ def tile_lists(
         *listed_tiles(partial_BIK.transpose(1, 2)),
         *listed_tiles(full_BIK.transpose(1, 2)),
     ]
-    if tiling.merged_heads == 1:
+    if merged_heads == 1:
         return tuple(lists)
     # The tiles of head h lie behind those of the heads before it.
-    head_G = torch.arange(tiling.merged_heads, device=device, dtype=torch.int32)[:, None, None]
+    head_G = torch.arange(merged_heads, device=device, dtype=torch.int32)[:, None, None]
     merged: list[Tensor] = []
     for counts, places in zip(lists[::2], lists[1::2], strict=True):
         step = places.shape[-1]
-        merged += [counts.repeat(1, 1, tiling.merged_heads), (places[:, :, None] + head_G * step).flatten(2, 3)]
+        merged += [counts.repeat(1, 1, merged_heads), (places[:, :, None] + head_G * step).flatten(2, 3)]
     return tuple(merged)
 
 
@@ -302,7 +296,7 @@ def tile_mask(
     blocks: Blocks,
     row_tokens: int,
     sight: Sight = EVERYTHING,
-    tiling: Tiling = WHOLE,
+    merged_heads: int = 1,
     lists: Callable[..., Lists] = tile_lists,
 ) -> BlockMask:
     """The mask for flex attention, in closed form: no tracing, no dense grid, the same shapes for the same N, T and S.
@@ -312,16 +306,17 @@ def tile_mask(
     anchor are seen by every one of its queries: flex skips the predicate there, so forgetting the documents' starts, or
     how far a block's last slot sees, would show more than there is to see.
 
-    lists: tile_lists, or compiled.
+    merged_heads: key heads that lie behind each other as one (fast_draft.merge); 1: each by itself. lists: tile_lists,
+    or compiled.
     """
     queries = blocks.ids_BQ.shape[1]
-    keys, many = row_tokens + queries, tiling.merged_heads
+    keys, many = row_tokens + queries, merged_heads
     if many > 1 and (queries % TILE or keys % TILE):
         raise ValueError(f"{queries} queries on {keys} keys are no whole tiles of {TILE}: heads can't be merged")
     block_size = queries // blocks.anchors_BN.shape[1]
     return BlockMask(
         (many * queries, many * keys),
-        *lists(blocks.anchors_BN, blocks.starts_BN, blocks.keep_BN, block_size, row_tokens, sight, tiling),
-        BLOCK_SIZE=(TILE, tiling.key_tile),
+        *lists(blocks.anchors_BN, blocks.starts_BN, blocks.keep_BN, block_size, row_tokens, sight, many),
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=visibility(blocks, row_tokens, sight, merged=many > 1),
     )

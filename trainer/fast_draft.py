@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from trainer.draft import Attention, DraftLayer, DraftModel, rotate, rotation_of
+from trainer.draft import Attention, DraftLayer, DraftModel, Rotation, rotate, rotation_of
+from trainer.draft_kernels import arrange, mlp
 from trainer.features import block_embeds
 from trainer.update import Weight
 
 Options = tuple[tuple[str, int | bool], ...]
+HOPPER: dict[str, int | bool] = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4,
+    "bwd_num_stages": 3,
+}  # fmt: skip
 
 
 class LayerWeights(NamedTuple):
@@ -85,25 +91,38 @@ def forward(
     attention: tuple[Attention, ...],
     merged: bool,
     options: Options,
+    fused: bool,
 ) -> Tensor:
-    """As DraftModel.forward, from the embeddings that differ. merged: the masks are of merged heads (blocks.Tiling)."""
+    """As DraftModel.forward, from the embeddings that differ.
+
+    merged: the masks are of merged heads (`merge`). fused: by the kernels of draft_kernels.py. options: of flex
+    attention.
+    """
+    queries = block_positions_BQ.shape[1]
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    context_rotation = rotation_of(context_positions_BS, frequencies, shape.scaling)
-    rotation = rotation_of(block_positions_BQ, frequencies, shape.scaling)
+    turns = Turns(
+        rotation_of(block_positions_BQ, frequencies, shape.scaling),
+        rotation_of(context_positions_BS, frequencies, shape.scaling),
+    )
+    halves = turns.halves() if fused else turns
     context = normed(linear(features_BSF, weights.fc), weights.hidden_norm, shape.eps)
     all_kv = linear(context, torch.cat([layer.qkv[wide:] for layer in weights.layers]))
-    x = block_embeds(anchor_embeds_BNH, mask_embed_H, block_positions_BQ.shape[1] // anchor_embeds_BNH.shape[1])
+    x = block_embeds(anchor_embeds_BNH, mask_embed_H, queries // anchor_embeds_BNH.shape[1])
     for layer, kv, sight in zip(weights.layers, all_kv.split(2 * narrow, dim=-1), shape.sights, strict=True):
-        old_k, old_v = (heads(part, shape.head_dim) for part in kv.split(narrow, dim=-1))
-        parts = linear(normed(x, layer.norm, shape.eps), layer.qkv).split([wide, narrow, narrow], dim=-1)
-        q, k, v = (heads(part, shape.head_dim) for part in parts)
-        q = rotate(normed(q, layer.q_norm, shape.eps), rotation)
-        k = rotate(normed(k, layer.k_norm, shape.eps), rotation)
-        old_k = rotate(normed(old_k, layer.k_norm, shape.eps), context_rotation)
-        key, value = torch.cat((old_k, k), dim=2), torch.cat((old_v, v), dim=2)
-        x = x + linear(attend(q, key, value, attention[sight], merged=merged, options=options), layer.out)
-        gate, up = linear(normed(x, layer.mlp_norm, shape.eps), layer.gate_up).chunk(2, dim=-1)
-        x = x + linear(F.silu(gate) * up, layer.down)
+        qkv = linear(normed(x, layer.norm, shape.eps), layer.qkv)
+        if fused:
+            norms = layer.q_norm, layer.k_norm
+            q, k, v = arrange(qkv, kv, *norms, *halves, eps=shape.eps, groups=shape.kv_heads, merged=merged)
+        else:
+            q, k, v = arranged(qkv, kv, layer, shape, turns, merged=merged)
+        seen = attend(q, k, v, attention[sight], options)
+        x = x + linear(by_token(seen, shape.kv_heads if merged else 1), layer.out)
+        gate_up = linear(normed(x, layer.mlp_norm, shape.eps), layer.gate_up)
+        if fused:
+            x = x + mlp(gate_up, layer.down)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            x = x + linear(F.silu(gate) * up, layer.down)
     return normed(x, weights.norm, shape.eps)
 
 
@@ -112,26 +131,67 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(weight.dtype), weight)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, merged: bool, options: Options) -> Tensor:
-    """q [B, A, Q, D] on k and v [B, G, keys, D]; returns [B, Q, A * D].
+class Turns(NamedTuple):
+    """What rotates the blocks' tokens, and the context's."""
 
-    merged: the G heads' keys behind each other as one head's, and likewise the queries of each head's group. In flex
-    attention's backward the pieces of a head are dispatched together, long and short ones, so that long ones of the
-    last head would run alone at the end.
+    blocks: Rotation
+    context: Rotation
+
+    def halves(self) -> "Turns":
+        """Each [B, tokens, D / 2], as draft_kernels takes them: both halves of a head turn alike."""
+        blocks, context = (
+            (cos[:, 0, :, : cos.shape[-1] // 2].contiguous(), sin[:, 0, :, : sin.shape[-1] // 2].contiguous())
+            for cos, sin in self
+        )
+        return Turns(blocks, context)
+
+
+def arranged(
+    qkv: Tensor, kv: Tensor, layer: LayerWeights, shape: Shape, turns: Turns, *, merged: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """draft_kernels.arrange in torch's words."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    old_k, old_v = (heads(part, shape.head_dim) for part in kv.split(narrow, dim=-1))
+    q, k, v = (heads(part, shape.head_dim) for part in qkv.split([wide, narrow, narrow], dim=-1))
+    q = rotate(normed(q, layer.q_norm, shape.eps), turns.blocks)
+    k = rotate(normed(k, layer.k_norm, shape.eps), turns.blocks)
+    old_k = rotate(normed(old_k, layer.k_norm, shape.eps), turns.context)
+    k, v = torch.cat((old_k, k), dim=2), torch.cat((old_v, v), dim=2)
+    return merge(q, k, v) if merged else (q, k, v)
+
+
+def merge(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The G heads' keys behind each other as one head's, and likewise the queries of each head's group.
+
+    In flex attention's backward the pieces of a head are dispatched together, long and short ones, so that long ones of
+    the last head would run alone at the end. From q [B, A, Q, D] to [B, A / G, G Q, D], k and v to [B, 1, G keys, D].
     """
+    q = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).flatten(2, 3)
+    return q, k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None]
+
+
+def by_token(seen: Tensor, merged: int) -> Tensor:
+    """What attention returns, of `merged` heads behind each other, as [B, Q, A D]."""
+    return seen.unflatten(2, (merged, -1)).permute(0, 3, 2, 1, 4).flatten(2)
+
+
+def options_for(device: torch.device, head_dim: int) -> Options:
+    """Flex attention's kernels as they are fastest where that was measured (docs/speed.md); else its own choice."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or head_dim > 128:
+        return ()
+    return tuple(sorted(HOPPER.items()))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention, options: Options) -> Tensor:
+    """q [B, heads, queries, D] on k and v [B, fewer heads, keys, D]; returns as q."""
     grouped = q.shape[1] != k.shape[1]
     if not isinstance(attention, BlockMask):
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=attention, enable_gqa=grouped)
-        return seen.transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attention, enable_gqa=grouped)
     kernel = dict(options) or None
-    if not merged:
-        seen = flex_attention(q, k, v, block_mask=attention, enable_gqa=grouped, kernel_options=kernel)  # type: ignore[arg-type]
-        return cast(Tensor, seen).transpose(1, 2).flatten(2)
-    groups, queries = k.shape[1], q.shape[2]
-    q_BRXD = q.unflatten(1, (groups, -1)).transpose(1, 2).flatten(2, 3)
-    k, v = (x.flatten(1, 2)[:, None] for x in (k, v))
-    seen = flex_attention(q_BRXD, k, v, block_mask=attention, enable_gqa=grouped, kernel_options=kernel)  # type: ignore[arg-type]
-    return cast(Tensor, seen).unflatten(2, (groups, queries)).permute(0, 3, 2, 1, 4).flatten(2)
+    return cast(
+        Tensor,
+        flex_attention(q, k, v, block_mask=attention, enable_gqa=grouped, kernel_options=kernel),  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.blocks import moved
 from trainer.byhand import ByHand, device_of
 from trainer.fp8 import Matrix, narrowed, product
-from trainer.masks import document_starts, document_tiles
-from trainer.switches import Switches
+from trainer.masks import document_starts
 
 
 class LayerWeights(NamedTuple):
-    """What one layer computes with. One matrix or several: the product is the same."""
+    """What one layer computes with."""
 
     norm: Tensor
-    qkv: tuple[Matrix, ...]
+    qkv: tuple[Matrix, Matrix, Matrix]
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Matrix
     mlp_norm: Tensor
-    gate_up: tuple[Matrix, ...]
+    gate_up: Matrix
     down: Matrix
 
 
@@ -48,6 +46,7 @@ class Sizes(NamedTuple):
 
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [B, S, D]
+CUDNN_HEAD_DIM = 128  # the largest for which its kernel is there on every GPU that has one
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -63,6 +62,8 @@ def why_not(runner: ByHand) -> str | None:
         linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if any(getattr(one, "bias", None) is not None for one in (*linear, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             return "its projections have biases"
+    if runner.head_VH.is_cuda and runner.head_VH.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weights are {runner.head_VH.dtype}, which attention's kernels do not take"
     if runner.model.config.hidden_act != "silu":
         return f"its activation is {runner.model.config.hidden_act}"
     return None
@@ -74,13 +75,6 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def together(x: Tensor, weights: tuple[Matrix, ...], sizes: Sequence[int]) -> Sequence[Tensor]:
-    """x times each of the matrices; or times all of them in one, cut into `sizes`."""
-    if len(weights) == 1:
-        return product(x, weights[0]).split(list(sizes), dim=-1)
-    return [product(x, weight) for weight in weights]
-
-
 def turned(x_BShD: Tensor, rotation: Rotation) -> Tensor:
     """Rotary position embedding over the whole head, halves rotated."""
     left, right = x_BShD.chunk(2, dim=-1)
@@ -90,11 +84,8 @@ def turned(x_BShD: Tensor, rotation: Rotation) -> Tensor:
 
 def enter(x_BSH: Tensor, weights: LayerWeights, rotation: Rotation, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """A layer until its attention: queries [B, S, A, D], keys and values [B, S, G, D]."""
-    narrow = sizes.kv_heads * sizes.head_dim
-    parts = together(
-        normed(x_BSH, weights.norm, sizes.eps), weights.qkv, (sizes.heads * sizes.head_dim, narrow, narrow)
-    )
-    q, k, v = (part.unflatten(-1, (-1, sizes.head_dim)) for part in parts)
+    x_BSH = normed(x_BSH, weights.norm, sizes.eps)
+    q, k, v = (product(x_BSH, weight).unflatten(-1, (-1, sizes.head_dim)) for weight in weights.qkv)
     if weights.q_norm is not None and weights.k_norm is not None:  # Qwen3
         q, k = normed(q, weights.q_norm, sizes.eps), normed(k, weights.k_norm, sizes.eps)
     return turned(q, rotation).contiguous(), turned(k, rotation).contiguous(), v.contiguous()
@@ -103,8 +94,7 @@ def enter(x_BSH: Tensor, weights: LayerWeights, rotation: Rotation, sizes: Sizes
 def leave(x_BSH: Tensor, seen_BSX: Tensor, weights: LayerWeights, sizes: Sizes) -> Tensor:
     """A layer from its attention on. seen_BSX: all heads' results side by side."""
     x_BSH = x_BSH + product(seen_BSX, weights.out)
-    size = sizes.intermediate
-    gate, up = together(normed(x_BSH, weights.mlp_norm, sizes.eps), weights.gate_up, (size, size))
+    gate, up = product(normed(x_BSH, weights.mlp_norm, sizes.eps), weights.gate_up).chunk(2, dim=-1)
     return x_BSH + product(functional.silu(gate) * up, weights.down)
 
 
@@ -114,14 +104,6 @@ def between(
     """The rest of a layer, and the next one until its attention."""
     x_BSH = leave(x_BSH, seen_BSX, weights, sizes)
     return x_BSH, *enter(x_BSH, following, rotation, sizes)
-
-
-def whole(x_BSH: Tensor, weights: LayerWeights, rotation: Rotation, sizes: Sizes, mask: BlockMask) -> Tensor:
-    """A layer with flex attention."""
-    q, k, v = (part.transpose(1, 2) for part in enter(x_BSH, weights, rotation, sizes))
-    grouped = sizes.heads != sizes.kv_heads
-    seen = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-    return leave(x_BSH, seen.transpose(1, 2).flatten(2), weights, sizes)
 
 
 class Documents(NamedTuple):
@@ -145,15 +127,17 @@ class Documents(NamedTuple):
         return cls(moved(ends, device), longest, len(firsts) == rows)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, cudnn: bool) -> Tensor:
-    """Causal attention inside each document; q [B, S, A, D], k and v [B, S, G, D]; returns [B, S, A * D]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside each document; q [B, S, A, D], k and v [B, S, G, D]; returns [B, S, A * D].
+
+    By cuDNN where each row is one document, which it does in half the time; it takes no lengths.
+    """
     scale = q.shape[-1] ** -0.5
     ops: Any = torch.ops.aten
     if not q.is_cuda:
         return _one_by_one(q, k, v, documents, scale)
-    if cudnn and documents.single:
-        groups = q.shape[2] // k.shape[2]
-        heads = [x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, dim=2) for x in (k, v)))]
+    if documents.single and q.shape[-1] <= CUDNN_HEAD_DIM:
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
         seen = ops._scaled_dot_product_cudnn_attention(*heads, None, False, 0.0, True, False, scale=scale)[0]
         return seen.transpose(1, 2).flatten(2)
     flat = (x.flatten(0, 1) for x in (q, k, v))
@@ -177,19 +161,10 @@ class FastLayers:
     """The layers of a target for rows of one shape."""
 
     def __init__(
-        self,
-        runner: ByHand,
-        switches: Switches,
-        *,
-        rows: int,
-        row_tokens: int,
-        fp8: bool = False,
-        compiled: Compile = as_it_is,
+        self, runner: ByHand, *, rows: int, row_tokens: int, fp8: bool = False, compiled: Compile = as_it_is
     ) -> None:
         """compiled: how a function is compiled; as a default not at all. fp8: see fp8.py."""
-        self._runner, self._attention = runner, switches.target_attention
-        if runner.head_VH.dtype not in (torch.bfloat16, torch.float16) and runner.head_VH.is_cuda:
-            self._attention = "flex"  # the others' kernels take nothing else
+        self._runner = runner
         self.shape = (rows, row_tokens)
         config = runner.model.config
         first = runner.model.model.layers[0]
@@ -200,21 +175,16 @@ class FastLayers:
             config.intermediate_size,
             first.input_layernorm.variance_epsilon,
         )
-        fused = switches.target_fused
-        self._weights = [weights_of(layer, fused=fused, fp8=fp8) for layer in runner.model.model.layers]
-        self._enter, self._between, self._leave, self._whole = map(compiled, (enter, between, leave, whole))
+        self._weights = [weights_of(layer, fp8=fp8) for layer in runner.model.model.layers]
+        self._enter, self._between, self._leave = map(compiled, (enter, between, leave))
 
     def run(
         self, hidden_BSH: Tensor, positions_BS: Tensor, document_ids_BS: Tensor, layer_ids: Sequence[int], *, stop: int
     ) -> tuple[Tensor, Tensor]:
         """As ByHand.run without a cache. document_ids_BS: on the CPU, else the GPU is waited for."""
         rotation: Rotation = self._runner.model.model.rotary_emb(hidden_BSH, positions_BS)
-        if self._attention == "flex" and hidden_BSH.is_cuda:
-            states = self._with_flex(hidden_BSH, rotation, document_ids_BS, stop)
-        else:
-            states = self._with_lengths(hidden_BSH, rotation, document_ids_BS, stop)
         captured: dict[int, Tensor] = {}
-        for index, state in enumerate(states):
+        for index, state in enumerate(self._states(hidden_BSH, rotation, document_ids_BS, stop)):
             hidden_BSH = state
             if index in layer_ids:
                 captured[index] = state
@@ -222,21 +192,12 @@ class FastLayers:
         features = [moved(captured[index], home) for index in layer_ids]
         return hidden_BSH, torch.cat(features, dim=-1) if features else hidden_BSH[..., :0]
 
-    def _with_flex(self, x: Tensor, rotation: Rotation, document_ids_BS: Tensor, stop: int) -> Iterator[Tensor]:
-        mask = document_tiles(moved(document_ids_BS, x.device))
-        for index in range(stop + 1):
-            if (device := self._device(index)) != x.device:
-                x, rotation = moved(x, device), cast(Rotation, tuple(moved(r, device) for r in rotation))
-                mask = document_tiles(moved(document_ids_BS, device))
-            x = self._whole(x, self._weights[index], rotation, self._sizes, mask)
-            yield x
-
-    def _with_lengths(self, x: Tensor, rotation: Rotation, document_ids_BS: Tensor, stop: int) -> Iterator[Tensor]:
+    def _states(self, x: Tensor, rotation: Rotation, document_ids_BS: Tensor, stop: int) -> Iterator[Tensor]:
         documents = Documents.of(document_ids_BS, x.device)
-        weights, sizes, cudnn = self._weights, self._sizes, self._attention == "cudnn"
+        weights, sizes = self._weights, self._sizes
         q, k, v = self._enter(x, weights[0], rotation, sizes)
         for index in range(stop + 1):
-            seen = attend(q, k, v, documents, cudnn=cudnn)
+            seen = attend(q, k, v, documents)
             follows = index < stop and self._device(index + 1) == x.device
             if follows:
                 x, q, k, v = self._between(x, seen, weights[index], weights[index + 1], rotation, sizes)
@@ -253,29 +214,33 @@ class FastLayers:
         return device_of(self._runner.model.model.layers[index])
 
 
-def weights_of(layer: Any, *, fused: bool, fp8: bool) -> LayerWeights:
-    """A layer's weights as plain tensors. fused: laid behind each other, the modules' own becoming views of that: they
-    go on as before, and nothing is held twice.
+def weights_of(layer: Any, *, fp8: bool) -> LayerWeights:
+    """A layer's weights as plain tensors. Those of gate and up lie behind each other, for one product; the modules' own
+    become views of that: they go on as before, and nothing is held twice.
+
+    (Queries, keys and values as one product took longer: norms and rotation then read columns of a wider matrix.)
     """
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-    gate_up = [mlp.gate_proj, mlp.up_proj]
     make: Callable[[Tensor], Matrix] = narrowed if fp8 else (lambda weight: weight)
     return LayerWeights(
         norm=layer.input_layernorm.weight.detach(),
-        qkv=tuple(map(make, _joined(qkv) if fused else [one.weight.detach() for one in qkv])),
+        qkv=(
+            make(attention.q_proj.weight.detach()),
+            make(attention.k_proj.weight.detach()),
+            make(attention.v_proj.weight.detach()),
+        ),
         q_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         k_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
         out=make(attention.o_proj.weight.detach()),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=tuple(map(make, _joined(gate_up) if fused else [one.weight.detach() for one in gate_up])),
+        gate_up=make(_joined([mlp.gate_proj, mlp.up_proj])),
         down=make(mlp.down_proj.weight.detach()),
     )
 
 
-def _joined(modules: Sequence[Any]) -> list[Tensor]:
+def _joined(modules: Sequence[Any]) -> Tensor:
     """Their weights as one matrix."""
     together = torch.cat([module.weight.detach() for module in modules])
     for module, part in zip(modules, together.split([len(module.weight) for module in modules]), strict=True):
         module.weight.data = part
-    return [together]
+    return together

@@ -9,21 +9,21 @@ scaled_dot_product_attention and the mask written out (flex attention has no bac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from trainer import draft_kernels
 from trainer.acceptance import answer_cycles, by_position
-from trainer.blocks import Lists, Tiling, dense_mask, make_blocks, tile_lists, tile_mask, whole_tiles
+from trainer.blocks import Lists, dense_mask, make_blocks, tile_lists, tile_mask, whole_tiles
 from trainer.compiled import compiled
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.fast_draft import WorkingCopy, forward
+from trainer.fast_draft import WorkingCopy, forward, options_for
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
 from trainer.optim import clip_scale, divide_gradients, gradient_norms, norms_of, step_if, total_norm
-from trainer.switches import Switches, chosen
 from trainer.target import TargetModel
 from trainer.update import Weight, adamw, update_weights
 
@@ -175,33 +175,33 @@ class Learner:
         chunk_blocks: int,
         clip: float,
         objective: Objective = "cross-entropy",
-        switches: Switches | None = None,
+        copies: bool | None = None,
     ) -> None:
         """head_VH: the target's head, on the drafter's device. clip: highest gradient norm.
 
-        switches: of the drafter's part; None: on a GPU the chosen ones, on the CPU none.
+        copies: whether it computes on copies of the matrices as fast_draft.py does; None: on a GPU.
         """
         self.model, self.optimizer = model, optimizer
         self._objective: Objective = objective
         self._head_VH, self._weighting, self._chunk_blocks, self._clip = head_VH, weighting, chunk_blocks, clip
         self.device = head_VH.device
         on_gpu = self.device.type == "cuda"
-        self._switches = switches or (chosen() if on_gpu else Switches())
-        self._tiling = Tiling(self._switches.key_tile, model.config.num_kv_heads if self._switches.merged_heads else 1)
+        self._merged_heads = model.config.num_kv_heads if on_gpu else 1
+        self._options = options_for(self.device, model.config.head_dim)
         self._working: WorkingCopy | None = None
         self._forward: Callable[..., Tensor] = model
-        if self._switches.draft_working:
+        if on_gpu if copies is None else copies:
             self._working = WorkingCopy(model, torch.bfloat16 if on_gpu else next(model.parameters()).dtype)
             self._forward = forward
+        elif on_gpu:
+            self._merged_heads = 1  # of which draft.py knows nothing
         self._chunk: ChunkLoss = chunk_loss
         self._step: Callable[..., None] = adamw
         self._lists: Callable[..., Lists] = tile_lists
         if on_gpu:
             self._forward = cast(Callable[..., Tensor], compiled(self._forward))
             self._chunk = cast(ChunkLoss, compiled(chunk_loss))
-            self._step = compiled(adamw)
-            if self._switches.blocks_compiled:
-                self._lists = compiled(tile_lists)
+            self._step, self._lists = compiled(adamw), compiled(tile_lists)
         self.step_terms: LossTerms | None = None  # of the step under way
 
     def terms(self, batch: FeatureBatch) -> LossTerms:
@@ -294,12 +294,8 @@ class Learner:
 
         batch: one as they will come, teacher included where the objective needs it.
         """
-        import torch._functorch.config as functorch
-
-        settings: Any = functorch
-        with settings.patch(activation_memory_budget=self._switches.memory_budget):
-            terms, _ = self._part(batch, 0)
-            terms.loss_sum.backward()
+        terms, _ = self._part(batch, 0)
+        terms.loss_sum.backward()
         with torch.no_grad():
             self._part(batch, 0)
             if self._working is not None:
@@ -330,11 +326,13 @@ class Learner:
         blocks, row_tokens = part.blocks, part.positions_BS.shape[1]
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            attention = tuple(tile_mask(blocks, row_tokens, sight, self._tiling, self._lists) for sight in draft.sights)
+            many, lists = self._merged_heads, self._lists
+            attention = tuple(tile_mask(blocks, row_tokens, sight, many, lists) for sight in draft.sights)
         else:
             attention = tuple(dense_mask(blocks, row_tokens, sight) for sight in draft.sights)
         if self._working is not None:
             self._working.refresh()
+            lengths = row_tokens, blocks.positions_BQ.shape[1]
             hidden_BQH = self._forward(
                 self._working.weights,
                 self._working.shape,
@@ -345,8 +343,9 @@ class Learner:
                 part.positions_BS,
                 blocks.positions_BQ,
                 attention,
-                self._switches.merged_heads,
-                self._switches.flex,
+                self._merged_heads > 1,
+                self._options,
+                draft_kernels.takes(part.features_BSF, draft.head_dim, tokens=lengths),
             )
         else:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):

@@ -28,6 +28,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from trainer import head_rows
+
 Objective = Literal["cross-entropy", "kl", "tv"]
 
 
@@ -99,10 +101,14 @@ ChunkLoss = Callable[
 
 
 def logits_of(hidden_MPH: Tensor, head_VH: Tensor) -> Tensor:
-    """[M, P, V], float32 or wider."""
+    """[M * P, V], in the head's type."""
     # Products of two axes, not three: else they become one for each block, which reads the whole head each time.
-    logits = hidden_MPH.to(head_VH.dtype).flatten(0, 1) @ head_VH.T
-    return (logits if logits.dtype == torch.float64 else logits.float()).view(*hidden_MPH.shape[:2], -1)
+    return hidden_MPH.to(head_VH.dtype).flatten(0, 1) @ head_VH.T
+
+
+def widened(logits: Tensor) -> Tensor:
+    """float32 or wider."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def chunk_loss(
@@ -118,29 +124,45 @@ def chunk_loss(
     """The loss of some whole blocks, and at once its gradient: the logits needn't be kept or made again for it.
 
     Gradients to the logits are sums of nearly equal numbers where the drafter is sure. They are subtracted before they
-    are rounded to the head's type: rounding p or q first would leave nothing but its error.
+    are rounded to the head's type: rounding p or q first would leave nothing but its error. The weight of a slot is the
+    same for all of its logits, so it comes after the product.
     """
-    logits_MPV = logits_of(hidden_MPH, head_VH)
-    total_MP = logits_MPV.logsumexp(dim=-1)
-    label_logit_MP = logits_MPV.gather(-1, labels_MP[..., None]).squeeze(-1)
-    cross_entropy_MP = (total_MP - label_logit_MP) * mask_MP
-    weights_MP = weighting.weights(cross_entropy_MP, mask_MP)
-    correct_MP = (logits_MPV.argmax(dim=-1) == labels_MP) & mask_MP
-    if teacher_MPH is None:
-        slot_MP = cross_entropy_MP
-        # Comparing with the label instead of scattering: compiled, all of it becomes one kernel.
-        is_label_MPV = torch.arange(head_VH.shape[0], device=labels_MP.device) == labels_MP[..., None]
-        grad_MPV = torch.exp(logits_MPV - total_MP[..., None]) - is_label_MPV.to(total_MP.dtype)
+    logits_RV, labels_R = logits_of(hidden_MPH, head_VH), labels_MP.flatten()
+    if teacher_MPH is not None:
+        teacher_RV = widened(logits_of(teacher_MPH, head_VH))
+        slot_R, grad_RV = soft_loss(widened(logits_RV), teacher_RV, objective)
+        cross_entropy_R, right_R, _ = row_losses(logits_RV, labels_R, wants_grad=False)
     else:
-        slot_MP, grad_MPV = soft_loss(logits_MPV, logits_of(teacher_MPH, head_VH), objective)
-    loss_sum, normaliser = (weights_MP * slot_MP * mask_MP).sum(), weighting.normaliser(weights_MP, mask_MP)
+        cross_entropy_R, right_R, grad_RV = row_losses(logits_RV, labels_R, wants_grad=wants_grad)
+        slot_R = cross_entropy_R
+    weights_MP = weighting.weights(cross_entropy_R.view_as(mask_MP) * mask_MP, mask_MP)
+    correct_MP = right_R.view_as(mask_MP) & mask_MP
+    loss_sum = (weights_MP * slot_R.view_as(mask_MP) * mask_MP).sum()
+    normaliser = weighting.normaliser(weights_MP, mask_MP)
     if not wants_grad:
         return loss_sum, normaliser, correct_MP, hidden_MPH.new_empty(0)
-    grad_MPH = (grad_MPV * weights_MP[..., None]).to(head_VH.dtype).flatten(0, 1) @ head_VH
-    return loss_sum, normaliser, correct_MP, grad_MPH.view_as(hidden_MPH).to(hidden_MPH.dtype)
+    grad_RH = (grad_RV.to(head_VH.dtype) @ head_VH) * weights_MP.view(-1, 1)
+    return loss_sum, normaliser, correct_MP, grad_RH.view_as(hidden_MPH).to(hidden_MPH.dtype)
 
 
-def soft_loss(logits_MPV: Tensor, teacher_MPV: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+def row_losses(logits_RV: Tensor, labels_R: Tensor, *, wants_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row its cross-entropy [R], whether its label is its best column [R], and the gradient to its logits
+    [R, V] (without wants_grad nothing of use). With wants_grad the logits may be overwritten.
+    """
+    if head_rows.takes(logits_RV):
+        return *head_rows.rows_in_place(logits_RV, labels_R, gradient=wants_grad), logits_RV
+    wide_RV = widened(logits_RV)
+    total_R = wide_RV.logsumexp(dim=-1)
+    cross_entropy_R = total_R - wide_RV.gather(-1, labels_R[:, None]).squeeze(-1)
+    right_R = wide_RV.argmax(dim=-1) == labels_R
+    if not wants_grad:
+        return cross_entropy_R, right_R, wide_RV
+    # Comparing with the label instead of scattering: compiled, all of it becomes one kernel.
+    is_label_RV = torch.arange(wide_RV.shape[1], device=labels_R.device) == labels_R[:, None]
+    return cross_entropy_R, right_R, torch.exp(wide_RV - total_R[:, None]) - is_label_RV.to(total_R.dtype)
+
+
+def soft_loss(logits_RV: Tensor, teacher_RV: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """The distance of the drafter's distribution q from the target's p in each slot, and its gradient to the logits.
 
     kl: d/dz_j sum_v p_v (log p_v - log q_v) = q_j - p_j.
@@ -148,16 +170,16 @@ def soft_loss(logits_MPV: Tensor, teacher_MPV: Tensor, objective: Objective) -> 
     -q_j ([q_j < p_j] - below), where `below` is the sum of q over where q < p. 1 - below is summed by itself, from the
     other places: as a difference it would be lost where `below` is near 1.
     """
-    log_q_MPV = logits_MPV - logits_MPV.logsumexp(dim=-1, keepdim=True)
-    log_p_MPV = teacher_MPV - teacher_MPV.logsumexp(dim=-1, keepdim=True)
-    q_MPV, p_MPV = log_q_MPV.exp(), log_p_MPV.exp()
+    log_q_RV = logits_RV - logits_RV.logsumexp(dim=-1, keepdim=True)
+    log_p_RV = teacher_RV - teacher_RV.logsumexp(dim=-1, keepdim=True)
+    q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
     if objective == "kl":
-        return (p_MPV * (log_p_MPV - log_q_MPV)).sum(dim=-1), q_MPV - p_MPV
-    is_below_MPV = q_MPV < p_MPV
-    below_MP = torch.where(is_below_MPV, q_MPV, 0.0).sum(dim=-1)
-    above_MP = torch.where(is_below_MPV, 0.0, q_MPV).sum(dim=-1)
-    distance_MP = (p_MPV - q_MPV).clamp(min=0.0).sum(dim=-1)
-    return distance_MP, q_MPV * torch.where(is_below_MPV, -above_MP[..., None], below_MP[..., None])
+        return (p_RV * (log_p_RV - log_q_RV)).sum(dim=-1), q_RV - p_RV
+    is_below_RV = q_RV < p_RV
+    below_R = torch.where(is_below_RV, q_RV, 0.0).sum(dim=-1)
+    above_R = torch.where(is_below_RV, 0.0, q_RV).sum(dim=-1)
+    distance_R = (p_RV - q_RV).clamp(min=0.0).sum(dim=-1)
+    return distance_R, q_RV * torch.where(is_below_RV, -above_R[..., None], below_R[..., None])
 
 
 class _WithGradient(torch.autograd.Function):

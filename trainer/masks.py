@@ -6,9 +6,6 @@ itself and the W - 1 tokens before it, as in transformers.
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-
-from trainer.blocks import TILE, Predicate, listed_tiles
 
 
 def document_mask(document_ids_BS: Tensor, window: int | None = None) -> Tensor:
@@ -28,41 +25,6 @@ def document_starts(document_ids_BS: Tensor) -> Tensor:
     begins_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
     begins_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
     return torch.where(begins_BS, place_S, 0).cummax(dim=1).values
-
-
-def document_visibility(starts_BS: Tensor) -> Predicate:
-    """document_mask as a predicate for flex attention."""
-    last = starts_BS.shape[1] - 1
-
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # flex rounds the queries up to whole tiles.
-        return (key <= query) & (key >= starts_BS[row, query.clamp(max=last)])
-
-    return seen
-
-
-def document_tiles(document_ids_BS: Tensor) -> BlockMask:
-    """document_mask for flex attention, in closed form: no tracing, the same shapes for the same S.
-
-    A tile of queries sees the key tiles from where its first query's document begins to itself. Those before itself
-    from where its last query's document begins on are seen whole.
-    """
-    starts_BS = document_starts(document_ids_BS)
-    size = starts_BS.shape[1]
-    tile_K = torch.arange(-(-size // TILE), device=starts_BS.device)
-    first_I, last_I = tile_K * TILE, (tile_K * TILE + TILE - 1).clamp(max=size - 1)
-    needed_BIK = (tile_K >= starts_BS[:, first_I, None] // TILE) & (tile_K <= tile_K[:, None])
-    full_BIK = (tile_K * TILE >= starts_BS[:, last_I, None]) & (tile_K < tile_K[:, None])
-    partial_BIK = needed_BIK & ~full_BIK
-    return BlockMask(
-        (size, size),
-        *listed_tiles(partial_BIK),
-        *listed_tiles(full_BIK),
-        *listed_tiles(partial_BIK.transpose(1, 2)),
-        *listed_tiles(full_BIK.transpose(1, 2)),
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=document_visibility(starts_BS),
-    )
 
 
 def step_mask(past: int, new: int, device: torch.device, window: int | None = None) -> Tensor:

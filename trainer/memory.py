@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer import switches
 from trainer.config import TrainConfig, micro_rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
@@ -93,15 +92,17 @@ def kept_per_layer(draft: DraftConfig, batch: Batch, bytes_each: int, given_byte
     """Bytes that one draft layer keeps for its backward.
 
     For each block token: 4 hidden states (2 of them of the stream, in the type of the target's embeddings), 4 of the
-    width of all heads (queries before and after norm and rotation, the attention's output), 3 of the MLP's width, a
-    key; for each token of context and blocks the key and the value that attention reads. On an H200, with a target in
-    bfloat16, the sum over the layers was within 5% of what torch had allocated.
+    width of all heads (queries before and after norm and rotation, the attention's output twice), 2 of the MLP's width,
+    a key and a value before and one of each after norm and rotation, as for each token of the context. On the CPU a
+    third of the MLP's width, gate times up. On an H200, with a target in bfloat16, the sum over the layers was within
+    5% of what torch had allocated.
     """
     heads, key_value = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
-    block_token = 2 * draft.hidden_size + 4 * heads + 3 * draft.intermediate_size + key_value
+    mlp = (2 if bytes_each == 2 else 3) * draft.intermediate_size
+    block_token = 2 * draft.hidden_size + 4 * heads + mlp
     both = batch.tokens + batch.block_tokens
     stream = given_bytes * batch.block_tokens * 2 * draft.hidden_size
-    return stream + bytes_each * (batch.block_tokens * block_token + both * 2 * key_value)
+    return stream + bytes_each * (batch.block_tokens * block_token + both * 4 * key_value)
 
 
 def drafter_parts(
@@ -119,31 +120,28 @@ def drafter_parts(
 ) -> list[Part]:
     """What the drafter's step takes on its device.
 
-    bytes_each: of a product's factor, 2 under autocast. given_bytes: of what the target gives: features, embeddings,
+    bytes_each: of a product's factor, 2 on a GPU. given_bytes: of what the target gives: features, embeddings,
     its head and so the logits. soft: objective kl or tv. moments: weights that it keeps moments of; None: all.
     summing: bytes that it takes besides to sum up the gradients of all drafters.
     """
-    chosen = switches.chosen() if bytes_each == 2 else switches.Switches()  # nothing is chosen on a CPU
-    working = chosen.draft_working
-    cast = 2 * weights if bytes_each == 2 else 0  # copies of the float32 weights: autocast's, or kept ones
+    working = bytes_each == 2  # on a GPU
+    copies = 2 * weights if working else 0
     # The last states and the loss's gradient to them; and the features again, where autocast makes them smaller.
     hidden = 1.5 * given_bytes * batch.block_tokens * draft.hidden_size
     narrowed = bytes_each * batch.tokens * draft.feature_size if given_bytes > bytes_each else 0
     kept = draft.num_layers * kept_per_layer(draft, batch, bytes_each, given_bytes) + hidden + narrowed
-    if chosen.memory_budget < 1:  # gate times up is made again
-        kept -= draft.num_layers * bytes_each * batch.block_tokens * draft.intermediate_size
-    kept += 0 if working else cast
     chunk = min(chunk_blocks, batch.rows * batch.blocks)
     logits = given_bytes * chunk * (draft.block_size - 1) * draft.vocab_size * (SOFT_LOGITS if soft else 1)
-    gradients = (2 if working else 4) * weights
+    # In the copies' type, unless several drafters' are summed up: sums are float32.
+    gradients = (2 if working and (accumulates or not summing) else 4) * weights
     # The peak is at the last chunk of the loss, or at the end of the backward, whose gradients have replaced the rest.
-    backward = max(kept + CHUNK_SHARE * logits, gradients + max(0 if working else cast / draft.num_layers, summing))
+    backward = max(kept + CHUNK_SHARE * logits, gradients + summing)
     return [
         Part("drafter's weights, float32", 4 * weights, ("lower draft.layers",)),
         Part(MOMENTS, 8 * weights, ("lower draft.layers",))
         if moments is None
         else Part(f"{MOMENTS}, a share", 8 * moments, ("lower draft.layers",)),
-        *([Part("the drafter's copies in bfloat16", cast, ("lower draft.layers",))] if working else []),
+        *([Part("the drafter's copies in bfloat16", copies, ("lower draft.layers",))] if working else []),
         *([Part("gradients of the forwards before", 4 * weights, ("lower draft.layers",))] if accumulates else []),
         Part(
             f"a forward and the loss of {chunk} blocks at a time",

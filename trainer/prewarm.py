@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from trainer import switches
 from trainer.compile_cache import prune, use_compile_cache
 from trainer.config import ConfigFault, TrainConfig, load, micro_rows
 from trainer.diagnosis import explain
@@ -48,10 +47,7 @@ def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     learners = [_stand_in(config, draft, device, dtype) for device in devices]
     shape = batch_shape(config, micro_rows(config), dtype)
     places = [torch.device(name) for name in dict.fromkeys(chain.from_iterable(layout.targets))]
-    fast = [
-        place for place in places if place.type == "cuda" and (switches.chosen().target_compiled or config.target.fp8)
-    ]
-    targets = [_stand_in_target(config, place, dtype) for place in fast]
+    targets = [_stand_in_target(config, place, dtype) for place in places if place.type == "cuda"]
     warmed = warm_up_targets(targets, shape, (0, 1), fp8=config.target.fp8, say=say)
     return warmed + warm_up(learners, shape, say=say)
 

@@ -30,7 +30,6 @@ from trainer.hooked import Hooked, Parts
 from trainer.proofs import prove
 from trainer.refused import TargetError, check_config, text_config
 from trainer.spread import spread
-from trainer.switches import Switches
 from trainer.vocabulary import Counts, check_vocabulary
 
 
@@ -146,7 +145,6 @@ class TargetModel:
         rows: int,
         row_tokens: int,
         layer_ids: Sequence[int],
-        switches: Switches,
         *,
         final: bool = False,
         fp8: bool = False,
@@ -163,9 +161,7 @@ class TargetModel:
             raise TargetError(f"target.fp8 is not possible here: {reason}")
         if reason or not isinstance(self._runner, ByHand):
             return
-        self._runner.fast = FastLayers(
-            self._runner, switches, rows=rows, row_tokens=row_tokens, fp8=fp8, compiled=compiled
-        )
+        self._runner.fast = FastLayers(self._runner, rows=rows, row_tokens=row_tokens, fp8=fp8, compiled=compiled)
         ids_BS = torch.zeros(rows, row_tokens, dtype=torch.int64)
         positions_BS = torch.arange(row_tokens).expand_as(ids_BS)
         halves_BS = (

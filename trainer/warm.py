@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import switches
 from trainer.compile_cache import use_compile_cache
 from trainer.compiled import compiled
 from trainer.config import TrainConfig, default_gamma
@@ -132,8 +131,7 @@ def warm_up_targets(
     As warm_up, before it or after it. On the CPU there is nothing to do. Raises TargetError where fp8 is asked for and
     can't be had.
     """
-    chosen = switches.chosen()
-    wanted = [target for target in dict.fromkeys(targets) if fp8 or (chosen.target_compiled and _is_gpu(target.device))]
+    wanted = [target for target in dict.fromkeys(targets) if fp8 or _is_gpu(target.device)]
     if not wanted:
         return []
     use_compile_cache(say)
@@ -144,12 +142,11 @@ def warm_up_targets(
         check()
         started, before = time.perf_counter(), _graphs()
         with allow(COMPILE_SECONDS), _forms_for(len(wanted)):
-            target.prepare(
-                shape.rows, shape.row_tokens, layer_ids, chosen, final=shape.teacher, fp8=fp8, compiled=compiled
-            )
+            target.prepare(shape.rows, shape.row_tokens, layer_ids, final=shape.teacher, fp8=fp8, compiled=compiled)
         for device in {parameter.device for parameter in target.model.parameters()}:
             if _is_gpu(device):
                 torch.cuda.synchronize(device)  # what it made of its weights, other streams will read
+                torch.cuda.empty_cache()  # and what it made them of is nobody's any more
         made, found = (now - then for now, then in zip(_graphs(), before, strict=True))
         warmed.append(Warmed(f"the target on {target.device}", time.perf_counter() - started, made, found))
         say(str(warmed[-1]))

@@ -21,7 +21,7 @@ from dflash_ops.init import Said
 from dflash_ops.init_answers import name_of
 from dflash_ops.inventory import load
 from dflash_ops.inventory_tables import schema_text
-from dflash_ops.inventory_write import add_host
+from dflash_ops.inventory_write import add
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -198,7 +198,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it is a pipe"):
         init.plan(None, tmp_path / "pipe.toml", Said(), Nobody())
     with pytest.raises(ConfigError, match="it is a pipe"):
-        add_host(tmp_path / "pipe.toml", "lab", address="lab")
+        add(tmp_path / "pipe.toml", hosts={"lab": {"address": "lab"}})
 
 
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(tmp_path: Path) -> None:

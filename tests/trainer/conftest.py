@@ -1,6 +1,5 @@
 """A tiny target and data for it, made once for all tests of the trainer."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from tiny import tiny_training
 from torch_repaired import as_it_came, undo
 from transformers import AutoTokenizer
 
-from trainer import switches
 from trainer.threads import ThreadSafety, make_torch_thread_safe
 
 
@@ -68,9 +66,3 @@ def safety(torch_as_it_came: None) -> ThreadSafety:
 def runs(soak: bool) -> range:
     """Of a race."""
     return range(50 if soak else 5)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """DFLASH_TEST_SWITCHES="draft_working,..." has all tests on a GPU prove a training with these switches."""
-    if words := os.environ.get("DFLASH_TEST_SWITCHES"):
-        switches.choose(switches.parse(words))

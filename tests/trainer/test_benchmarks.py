@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import switches, target, train
+from trainer import target, train
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,18 +28,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> An
     # A benchmark is a program of its own; here it shares what it changes with the tests that follow.
     monkeypatch.setattr(train, "load_targets", train.load_targets)
     monkeypatch.setattr(target, "fp8_why_not", target.fp8_why_not)
-    before = switches.chosen()
-    yield run
-    switches.choose(before)
+    return run
 
 
 def test_the_draft_step(run: Any) -> None:
-    found = run("draft_step", "--variant", "old=", "--variant", "new=draft_working", "--steps", "1")
+    found = run("draft_step", "--steps", "1")
     for kind, documents in (("one", 1), ("packed", 4)):
         rows = found["rows"][kind]
-        assert rows["documents"] == documents and {"old", "new"} <= set(rows)
-        assert rows["new"]["tokens_per_s"] == pytest.approx(256_000 / rows["new"]["ms"]["median"], rel=0.01)
-    assert set(found["mask"]) == {"old", "new"} and {"gpu", "cpu"} & set(found["where"])
+        assert rows["documents"] == documents and {"ours", "plain"} <= set(rows)
+        assert rows["ours"]["tokens_per_s"] == pytest.approx(256_000 / rows["ours"]["ms"]["median"], rel=0.01)
+    assert set(found["mask"]) == {"ours", "plain"} and {"gpu", "cpu"} & set(found["where"])
 
 
 def test_the_growth(run: Any) -> None:
@@ -51,20 +49,17 @@ def test_the_growth(run: Any) -> None:
 def test_the_parts(run: Any) -> None:
     found = run("parts", "attention", "head", "update", "mask")
     tried = [one for name, one in found["attention"].items()]
-    assert len(tried) > 20 and not [one for one in tried if "failed" in one]
+    assert len(tried) > 10 and not [one for one in tried if "failed" in one]
     assert len(found["head"]) == 3 and len(found["update"]) == 2 and len(found["mask"]) >= 2
-
-
-NEW = ("--variant", "old=", "--variant", "new=target_compiled,target_fused,draft_working")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
 def test_the_features_and_the_trainer(run: Any) -> None:
-    found = run("pipeline", "features", "trainer", *NEW)
+    found = run("pipeline", "features", "trainer")
     for kind in ("one", "packed"):
-        assert set(found["features"][kind]) == {"transformers", "old", "new"}
-        assert max(found["features"][kind]["new"]["moved_from_the_first"]) < 1e-3
-        assert found["trainer"]["new"][kind]["held_back_by"]
+        assert set(found["features"][kind]) == {"transformers", "by hand", "ours"}
+        assert max(found["features"][kind]["ours"]["moved_from_the_first"]) < 1e-3
+        assert found["trainer"]["exact"][kind]["held_back_by"]
 
 
 @pytest.mark.soak
@@ -72,5 +67,5 @@ def test_the_features_and_the_trainer(run: Any) -> None:
 def test_what_records_and_checkpoints_cost(run: Any, soak: bool) -> None:
     if not soak:
         pytest.skip("four trainings: with --soak")
-    overhead = run("pipeline", "overhead", *NEW)["overhead"]
+    overhead = run("pipeline", "overhead")["overhead"]
     assert overhead["saved and measured"]["of_a_run"] and "logging_costs" in overhead

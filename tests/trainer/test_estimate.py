@@ -15,7 +15,6 @@ from tiny_runs import silent
 from tiny_targets import tiny_target
 from transformers import Qwen3Config
 
-from trainer import switches
 from trainer.__main__ import main
 from trainer.config import TrainConfig, load
 from trainer.data import Document, make_row
@@ -24,7 +23,7 @@ from trainer.draft_config import DraftConfig
 from trainer.estimate import dry_run, planned, read_shapes
 from trainer.feed import row_batch
 from trainer.learner import features_of
-from trainer.memory import CHUNK_SHARE, MIB, Batch, batch_bytes, drafter_parts, memory
+from trainer.memory import CHUNK_SHARE, CUDA_MIB, MIB, Batch, batch_bytes, drafter_parts, memory
 from trainer.spread import spread
 from trainer.start import TrainingError, soft_cost_line
 from trainer.target import TargetError, load_target
@@ -37,15 +36,13 @@ SIZES = {
 }
 VOCABULARY = {"qwen3-4b": 151936, "qwen3-8b": 151936, "smollm2": 49152}
 
-# The draft step's peak (torch.cuda.max_memory_allocated, MiB) on an H200 with torch 2.11.0+cu130, 2026-11-29:
+# The draft step's peak (torch.cuda.max_memory_allocated, MiB) on an H200 with torch 2.11.0+cu130, 2026-11-30:
 # shape, layers, captured, rows, row tokens, blocks, block, chunk -> MiB.
 MEASURED = [
-    ("qwen3-4b", 5, 5, 1, 4096, 512, 16, 256, 14058),
-    ("qwen3-4b", 5, 5, 1, 4096, 256, 16, 64, 10872),
-    ("qwen3-4b", 2, 3, 2, 2048, 256, 16, 128, 6401),
-    ("smollm2", 1, 5, 32, 512, 128, 16, 512, 2495),
-    ("smollm2", 5, 5, 8, 1024, 128, 8, 256, 1453),
-    ("qwen3-8b", 5, 5, 1, 4096, 512, 16, 128, 21874),
+    ("qwen3-4b", 5, 5, 1, 4096, 512, 16, 256, 13519),
+    ("qwen3-4b", 5, 5, 1, 4096, 256, 16, 64, 10683),
+    ("qwen3-4b", 2, 3, 2, 2048, 256, 16, 128, 6223),
+    ("smollm2", 5, 5, 8, 1024, 128, 8, 256, 1371),
 ]
 
 
@@ -158,25 +155,23 @@ def qwen3_4b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("sets", "allocated", "shown"),
+    ("sets", "allocated"),
     [
-        (["train.rows_per_step=2"], 24445, 26789),
-        (["train.rows_per_step=1", "train.objective=kl", "train.chunk_blocks=64"], 21160, 22741),
+        (["train.rows_per_step=1"], 21055),
+        (["train.rows_per_step=1", "train.objective=kl", "train.chunk_blocks=64"], 20652),
     ],
-    ids=["cross-entropy, two forwards a step", "kl"],
+    ids=["cross-entropy", "kl"],
 )
-def test_the_page_s_memory_is_what_whole_trainings_used(
-    sets: list[str], allocated: int, shown: int, qwen3_4b: Path
-) -> None:
-    """torch's peak and nvidia-smi's figure, on an H200 with torch 2.11.0+cu130, 2026-11-29: random weights of that
-    shape, the preset. The issue allows 15%; of what the estimate adds up, one part less is mostly less than that.
+def test_the_page_s_memory_is_what_whole_trainings_used(sets: list[str], allocated: int, qwen3_4b: Path) -> None:
+    """torch's peak on an H200 with torch 2.11.0+cu130, 2026-11-30: random weights of that shape, the preset. The issue
+    allows 15%; of what the estimate adds up, one part less is mostly less than that.
     """
     own = f'preset = "qwen3-4b"\n[target]\npath = "{qwen3_4b}"\n[data]\ntrain = "none.jsonl"\n[train]\nsteps = 3\n'
     page = dry_run(load(own.encode(), ['layout.targets=["cuda:0"]', 'layout.drafters=["cuda:0"]', *sets]))
     (device, total), (told,) = TOTAL.findall(page)[0], re.findall(r"will show about ([\d,]+) MiB", page)
     assert device == "cuda:0"
     assert int(total.replace(",", "")) == pytest.approx(allocated, rel=0.05)
-    assert int(told.replace(",", "")) == pytest.approx(shown, rel=0.05)
+    assert int(told.replace(",", "")) > int(total.replace(",", "")) + CUDA_MIB
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -294,25 +289,15 @@ def test_a_spread_target_has_its_layers_in_shares(qwen3_4b: Path) -> None:
     assert "target's head" in memory_of(layout_config(qwen3_4b, ["cuda:0+1"], ["cuda:0"]))["cuda:0"]
 
 
-def test_copies_that_compute_are_held_and_their_gradients_are_half_as_large(
-    qwen3_4b: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_compute_are_held_on_a_gpu_and_their_gradients_are_half_as_large(qwen3_4b: Path) -> None:
     sets = ("train.rows_per_step=1", "train.chunk_blocks=1", "train.anchors=8")
-    config = layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *sets)
     backward, copies = "a forward and the loss of 1 blocks at a time", "the drafter's copies in bfloat16"
-    plain = memory_of(config)["cuda:1"]
-    monkeypatch.setattr(switches, "_chosen", switches.parse("draft_working"))
-    working, (on_cpu,) = memory_of(config)["cuda:1"], memory_of(layout_config(qwen3_4b, ["cpu"], ["cpu"])).values()
-    weights = plain["drafter's weights, float32"] / 4
+    working = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *sets))["cuda:1"]
+    (on_cpu,) = memory_of(layout_config(qwen3_4b, ["cpu"], ["cpu"], *sets)).values()
+    weights = working["drafter's weights, float32"] / 4
     assert working[copies] == 2 * weights and copies not in on_cpu
-    # With so few blocks the peak is at the end of the backward: all gradients, and without kept copies a layer's own.
-    assert plain[backward] == pytest.approx(4.4 * weights) and working[backward] == pytest.approx(2 * weights)
-    many = [memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], "train.rows_per_step=1"))["cuda:1"]]
-    monkeypatch.setattr(switches, "_chosen", switches.parse("draft_working,memory_budget=0.8"))
-    many.append(memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], "train.rows_per_step=1"))["cuda:1"])
-    saved = 5 * 2 * 512 * 16 * 9728 / MIB
-    large = "a forward and the loss of 256 blocks at a time"
-    assert many[0][large] - many[1][large] == pytest.approx(saved)
+    # With so few blocks the peak is at the end of the backward: all gradients.
+    assert working[backward] == pytest.approx(2 * weights) and on_cpu[backward] == pytest.approx(4 * weights)
     held = memory_of(layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"]))["cuda:1"]
     assert held["gradients of the forwards before"] == 4 * weights
 
@@ -347,18 +332,22 @@ def test_a_sharded_optimiser_keeps_a_share_of_the_moments(qwen3_4b: Path) -> Non
 
 
 def test_gradients_of_all_drafters_are_added_up_somewhere(qwen3_4b: Path) -> None:
-    """It counts where a step's end is its peak: with few blocks."""
+    """It counts where a step's end is its peak: with few blocks. Sums are float32, and those of earlier forwards a part
+    of their own, beside which the last forward's come in bfloat16."""
     less = ["train.anchors=8", "train.chunk_blocks=8"]
-    (alone, *_), copies, nccl = (
+    (alone, *_), copies, nccl, single = (
         [value for what, value in memory_of(config)["cuda:1"].items() if what.startswith("a forward")]
         for config in (
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *less),
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less),
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less, "layout.reduce=nccl"),
+            layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less, "train.rows_per_step=2"),
         )
     )
-    assert copies[0] == pytest.approx((4 * 537_427_200 + 2 * 4 * 5 * 2560**2) / MIB) and copies[0] > alone
-    assert nccl[0] == pytest.approx(2 * 4 * 537_427_200 / MIB)  # gradients, and all of them side by side
+    weights, two = 537_427_200, 2 * 4 * 5 * 2560**2  # a sum of the largest tensor, and what is added to it
+    assert copies[0] == pytest.approx((2 * weights + two) / MIB) and copies[0] > alone
+    assert nccl[0] == pytest.approx((2 + 4) * weights / MIB)  # gradients, and all of them side by side
+    assert single[0] == pytest.approx((4 * weights + two) / MIB)
 
 
 @pytest.mark.parametrize(("drafters", "kept"), [("cuda:1", True), ("cuda:1-2", False)])

@@ -15,18 +15,17 @@ from tiny_drafters import CONFIG, KINDS, YARN, Given, drafter
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from trainer.blocks import TILE, Blocks, Tiling, dense_mask, make_blocks, tile_mask
+from trainer.blocks import TILE, Blocks, dense_mask, make_blocks, tile_mask
 from trainer.data import Row
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.fast_draft import WorkingCopy, attend, forward
+from trainer.fast_draft import WorkingCopy, attend, by_token, forward, merge
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
 from trainer.loss import Weighting
 from trainer.optim import make_optimizer
 from trainer.replicas import Replicas
-from trainer.switches import Switches, parse
 from trainer.target import TargetModel, load_target
 from trainer.threads import make_torch_thread_safe
 from trainer.update import Weight, adamw, update_weights
@@ -35,7 +34,6 @@ from trainer.warm import BatchShape, compile_all
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-WORKING = parse("draft_working")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def fast(working: WorkingCopy, model: DraftModel, row: Given, blocks: Blocks) ->
     anchors = row.embeds(blocks).unflatten(1, (len(row.anchors), -1))[:, :, 0]
     return forward(
         working.weights, working.shape, model.rotary.frequencies, row.features, anchors,
-        row.table[row.config.mask_token_id], row.positions, blocks.positions_BQ, masks, False, (),
+        row.table[row.config.mask_token_id], row.positions, blocks.positions_BQ, masks, False, (), False,
     )  # fmt: skip
 
 
@@ -99,7 +97,7 @@ def test_copies_follow_the_weights_whoever_changes_them() -> None:
 # --- masks ---------------------------------------------------------------------------------------------------------
 
 
-def shown(mask: BlockMask, queries: int, keys: int, key_tile: int, *, transposed: bool) -> Tensor:
+def shown(mask: BlockMask, queries: int, keys: int, *, transposed: bool) -> Tensor:
     """What a kernel would show, from the lists of one side."""
     dense = torch.zeros(queries, keys, dtype=torch.bool)
     said: Any = mask.mask_mod(torch.tensor(0), torch.tensor(0), torch.arange(queries)[:, None], torch.arange(keys))
@@ -111,7 +109,7 @@ def shown(mask: BlockMask, queries: int, keys: int, key_tile: int, *, transposed
         for line in range(counts.shape[2]):
             for place in places[0, 0, line, : int(counts[0, 0, line])].tolist():
                 query, key = (place, line) if transposed else (line, place)
-                here = slice(query * TILE, (query + 1) * TILE), slice(key * key_tile, (key + 1) * key_tile)
+                here = slice(query * TILE, (query + 1) * TILE), slice(key * TILE, (key + 1) * TILE)
                 assert not dense[here].any(), "a tile that is listed twice"
                 dense[here] = True if whole else said[here]
     return dense
@@ -119,13 +117,12 @@ def shown(mask: BlockMask, queries: int, keys: int, key_tile: int, *, transposed
 
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=5),
-    st.sampled_from([32, 64, 128]),
     st.sampled_from([1, 2, 3]),
     st.integers(0, 2**32),
     st.sampled_from(list(KINDS)),
 )
-def test_tiles_of_any_size_and_of_merged_heads_show_what_the_dense_mask_shows(
-    lengths: list[int], key_tile: int, many: int, seed: int, kind: str
+def test_tiles_of_merged_heads_show_what_the_dense_mask_shows(
+    lengths: list[int], many: int, seed: int, kind: str
 ) -> None:
     row_tokens = 256
     config = replace(KINDS[kind], block_size=16, sliding_window=40 if KINDS[kind].sliding_window else None)
@@ -143,11 +140,11 @@ def test_tiles_of_any_size_and_of_merged_heads_show_what_the_dense_mask_shows(
     queries, keys = 256, row_tokens + 256
     for sight in config.sights:
         exact = dense_mask(blocks, row_tokens, sight)[0, 0]
-        mask = tile_mask(blocks, row_tokens, sight, Tiling(key_tile, many))
+        mask = tile_mask(blocks, row_tokens, sight, many)
         assert mask.seq_lengths == (many * queries, many * keys)
         expected = torch.block_diag(*[exact.int()] * many).bool()
         for transposed in (False, True):
-            found = shown(mask, many * queries, many * keys, key_tile, transposed=transposed)
+            found = shown(mask, many * queries, many * keys, transposed=transposed)
             assert found.equal(expected)
 
 
@@ -157,17 +154,19 @@ def test_merged_heads_attend_as_single_ones() -> None:
     blocks = row.blocks()
     draw = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, h, n, 8, generator=draw, dtype=torch.float64) for h, n in ((6, 128), (3, 256), (3, 256)))
-    exact = attend(q, k, v, dense_mask(blocks, 128), merged=False, options=())
-    for merged in (False, True):
-        mask = tile_mask(blocks, 128, tiling=Tiling(merged_heads=3 if merged else 1))
-        found = attend(q, k, v, mask, merged=merged, options=())
+    exact = by_token(attend(q, k, v, dense_mask(blocks, 128), ()), 1)
+    assert exact.equal(attend(q, k, v, dense_mask(blocks, 128), ()).transpose(1, 2).flatten(2))
+    for many in (1, 3):
+        mask = tile_mask(blocks, 128, merged_heads=many)
+        given = merge(q, k, v) if many > 1 else (q, k, v)
+        found = by_token(attend(*given, mask, ()), many)
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_heads_are_merged_on_whole_tiles_only() -> None:
     row = Given([20], [0, 5])
     with pytest.raises(ValueError, match="8 queries on 32 keys are no whole tiles of 128: heads can't be merged"):
-        tile_mask(row.blocks(), 24, tiling=Tiling(merged_heads=2))
+        tile_mask(row.blocks(), 24, merged_heads=2)
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
@@ -210,12 +209,12 @@ def test_the_update_is_adamw_with_decay_and_leaves_all_as_it_was_when_it_is_not_
         assert copy.equal(own[0].detach().bfloat16())
 
 
-def learner_of(target: TargetModel, switches: Switches, clip: float = 0.05) -> Learner:
+def learner_of(target: TargetModel, *, copies: bool = True, clip: float = 0.05) -> Learner:
     torch.manual_seed(0)
     model = DraftModel(target.draft_config(2, 4, (1, 2, 3))).to(target.head_weight.dtype)
     optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.1)
     weighting = Weighting("d-pace")
-    return Learner(model, target.head_weight, optimizer, weighting, chunk_blocks=16, clip=clip, switches=switches)
+    return Learner(model, target.head_weight, optimizer, weighting, chunk_blocks=16, clip=clip, copies=copies)
 
 
 def batch_of(target: TargetModel, learner: Learner, rows: Sequence[Row], replica: int = 0) -> FeatureBatch:
@@ -233,7 +232,7 @@ def same(one: Learner, other: Learner, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("clip", [0.05, 1e9])
 def test_steps_of_one_and_of_many_batches_are_those_without_copies(exact_target: TargetModel, clip: float) -> None:
-    plain, working = learner_of(exact_target, Switches(), clip), learner_of(exact_target, WORKING, clip)
+    plain, working = (learner_of(exact_target, copies=copies, clip=clip) for copies in (False, True))
     for batches in ([[ROWS[1]]], [[ROWS[0]], [ROWS[2]], [ROWS[3]]], [ROWS], [[ROWS[3]]]):
         both = []
         for learner in (plain, working):
@@ -249,7 +248,7 @@ def test_steps_of_one_and_of_many_batches_are_those_without_copies(exact_target:
 
 
 def test_a_step_that_is_not_finite_changes_nothing(exact_target: TargetModel) -> None:
-    learner = learner_of(exact_target, WORKING)
+    learner = learner_of(exact_target)
     learner.learn(batch_of(exact_target, learner, [ROWS[1]]))
     learner.update(1e-2)
     held = [p.detach().clone() for p in learner.model.parameters()]
@@ -266,8 +265,8 @@ def test_a_step_that_is_not_finite_changes_nothing(exact_target: TargetModel) ->
 
 @pytest.mark.parametrize("optimizer", ["replicated", "sharded"])
 def test_replicas_with_copies_do_what_one_does(exact_target: TargetModel, optimizer: Any) -> None:
-    alone = learner_of(exact_target, WORKING)
-    shared = [learner_of(exact_target, WORKING) for _ in range(2)]
+    alone = learner_of(exact_target)
+    shared = [learner_of(exact_target) for _ in range(2)]
     with Replicas(shared, optimizer=optimizer, check_every=1) as replicas:
         for _ in range(3):
             for number, row in enumerate(ROWS):
@@ -307,7 +306,7 @@ def compiled_learner(draft: DraftConfig, whole: Callable[[Any], Any]) -> Learner
     head = torch.randn(draft.vocab_size, draft.hidden_size)
     learner = Learner(
         model, head, make_optimizer(model, lr=1e-3, weight_decay=0.0), Weighting("d-pace"),
-        chunk_blocks=4, clip=1.0, switches=WORKING,
+        chunk_blocks=4, clip=1.0, copies=True,
     )  # fmt: skip
     learner._working = WorkingCopy(model, torch.bfloat16)  # gradients of one batch and sums are of two types then
     learner._forward, learner._step = whole(learner._forward), whole(adamw)

@@ -1,25 +1,19 @@
 """The target's layers as compiled functions against the layers run by hand; tiles of documents; products in fp8."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_targets import tiny_target
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from trainer import fast_target, switches, warm
+from trainer import fast_target, warm
 from trainer.byhand import ByHand
 from trainer.fast_target import Compile, Documents, FastLayers, as_it_is
 from trainer.fp8 import narrowed, product
-from trainer.masks import document_mask, document_tiles
 from trainer.refused import TargetError
-from trainer.switches import Switches, parse
 from trainer.target import TargetModel
 from trainer.warm import BatchShape, warm_up_targets
 
@@ -46,19 +40,15 @@ def rows_of(*rows: Sequence[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, torch.tensor(documents), torch.tensor(positions)
 
 
-def prepared(
-    target: TargetModel, rows: tuple[Tensor, Tensor, Tensor], words: str = "", *, compiled: Compile = as_it_is
-) -> None:
-    switches = parse("target_compiled," + words)
-    target.prepare(*rows[0].shape, LAYERS, switches, final=True, compiled=compiled)
+def prepared(target: TargetModel, rows: tuple[Tensor, Tensor, Tensor], *, compiled: Compile = as_it_is) -> None:
+    target.prepare(*rows[0].shape, LAYERS, final=True, compiled=compiled)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("words", ["", "target_fused", "target_attention=cudnn"])
-def test_the_fast_layers_give_what_the_layers_run_by_hand_give(family: str, words: str) -> None:
+def test_the_fast_layers_give_what_the_layers_run_by_hand_give(family: str) -> None:
     packed, whole = rows_of([5, 9, 2], [1, 19], size=20), rows_of([20], [20], size=20)
     plain, fast = exact_target(family), exact_target(family)
-    prepared(fast, packed, words)
+    prepared(fast, packed)
     runner = fast._runner
     assert isinstance(runner, ByHand) and isinstance(runner.fast, FastLayers)
     for rows in (packed, whole):
@@ -96,14 +86,13 @@ def test_a_prepared_target_compiles_nothing_more_whatever_its_documents() -> Non
         torch._dynamo.reset()
 
 
-def test_fused_weights_are_held_once() -> None:
+def test_weights_that_lie_together_are_held_once() -> None:
     target = exact_target("qwen3")
-    prepared(target, rows_of([20], size=20), "target_fused")
+    prepared(target, rows_of([20], size=20))
     runner: Any = target._runner
     for layer, weights in zip(target.model.model.layers, runner.fast._weights, strict=True):
-        attention = layer.self_attn
-        for own, whole in ((attention.v_proj, weights.qkv[0]), (layer.mlp.up_proj, weights.gate_up[0])):
-            assert own.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        for own, held in ((layer.self_attn.v_proj, weights.qkv[2]), (layer.mlp.up_proj, weights.gate_up)):
+            assert own.weight.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
 
 
 def test_a_target_with_biases_is_left_as_it_is() -> None:
@@ -118,46 +107,6 @@ def test_documents_end_where_the_next_begin() -> None:
     documents = Documents.of(ids, torch.device("cpu"))
     assert documents.ends.tolist() == [0, 5, 14, 16, 20, 21, 40] and documents.longest == 19 and not documents.single
     assert Documents.of(rows_of([20], [20], size=20)[1], torch.device("cpu")).single
-
-
-def seen_by_tiles(mask: BlockMask, size: int) -> Tensor:
-    """What a kernel shows: whole tiles, and of the others what the predicate says."""
-    dense = torch.zeros(len(mask.kv_num_blocks), size, size, dtype=torch.bool)
-    tile = 128
-    index = torch.arange(size)
-    for row in range(len(dense)):
-        shown: Any = mask.mask_mod(torch.tensor(row), torch.tensor(0), index[:, None], index)
-        for count, places, whole in (
-            (mask.kv_num_blocks, mask.kv_indices, False),
-            (mask.full_kv_num_blocks, mask.full_kv_indices, True),
-        ):
-            assert count is not None and places is not None
-            for line in range(count.shape[2]):
-                for place in places[row, 0, line, : int(count[row, 0, line])].tolist():
-                    here = slice(line * tile, (line + 1) * tile), slice(place * tile, (place + 1) * tile)
-                    dense[row][here] = True if whole else shown[here]
-    return dense
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=8), st.integers(1, 700))
-def test_the_tiles_show_each_document_to_itself(lengths: list[int], size: int) -> None:
-    ends = [0]
-    for length in lengths:
-        ends.append(min(size, ends[-1] + length))
-    ids = torch.full((1, size), -1)
-    for number, (start, end) in enumerate(pairwise(ends)):
-        ids[0, start:end] = number
-    mask = document_tiles(ids)
-    assert torch.equal(seen_by_tiles(mask, size), document_mask(ids)[:, 0])
-    # The backward's lists are the same tiles from the keys' side.
-    assert torch.equal(mask.to_dense().sum((-2, -1)), mask.kv_num_blocks.sum(-1) + _count(mask.full_kv_num_blocks))
-    assert torch.equal(mask.kv_num_blocks.sum(), _count(mask.q_num_blocks).sum())
-    assert torch.equal(_count(mask.full_kv_num_blocks).sum(), _count(mask.full_q_num_blocks).sum())
-
-
-def _count(blocks: Tensor | None) -> Tensor:
-    assert blocks is not None
-    return blocks.sum(-1)
 
 
 def test_a_product_in_fp8_is_near_and_exact_where_fp8_is() -> None:
@@ -176,32 +125,21 @@ def test_a_product_in_fp8_is_near_and_exact_where_fp8_is() -> None:
 
 def test_fp8_is_refused_where_it_can_not_be() -> None:
     with pytest.raises(TargetError, match=r"target.fp8 is not possible here: only a GPU multiplies in fp8"):
-        tiny_target("qwen3").prepare(1, 20, LAYERS, Switches(), fp8=True)
+        tiny_target("qwen3").prepare(1, 20, LAYERS, fp8=True)
 
 
 def test_features_in_fp8_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.target.fp8_why_not", lambda device: None)
     plain, fast = tiny_target("qwen3"), tiny_target("qwen3")
     rows = rows_of([20], size=20)
-    fast.prepare(1, 20, LAYERS, parse("target_compiled"), fp8=True)
+    fast.prepare(1, 20, LAYERS, fp8=True)
     found, exact = fast.features(*rows, LAYERS), plain.features(*rows, LAYERS)
     error = float((found - exact).norm() / exact.norm())
     assert 1e-4 < error < 0.2
 
 
-def test_switches_are_read_from_words() -> None:
-    assert parse("") == Switches()
-    found = parse("target_compiled, key_tile=64,flex.bwd_num_stages=2,memory_budget=0.5,flex.PRESCALE_QK=True")
-    assert found.target_compiled and found.key_tile == 64 and found.memory_budget == 0.5
-    assert found.flex == (("PRESCALE_QK", True), ("bwd_num_stages", 2))
-    with pytest.raises(ValueError, match="no switch 'target_fast'"):
-        parse("target_fast")
-
-
 def test_targets_are_warmed_up_once_each_and_on_the_cpu_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, shape = tiny_target("qwen3"), BatchShape(1, 20, 4, torch.float32, teacher=True)
-    assert warm_up_targets([target], shape, LAYERS, say=print) == []
-    monkeypatch.setattr(switches, "_chosen", parse("target_compiled"))
     assert warm_up_targets([target], shape, LAYERS, say=print) == []
     # As on a GPU:
     monkeypatch.setattr(warm, "_is_gpu", lambda device: True)
