@@ -1,10 +1,12 @@
 """Makes samples of what record.py recorded: `python tests/samples/accept.py FOLDER PREFIX WHERE`.
 
 Writes gpus.join/PREFIX-<scene>.json with the view, what gpu-status makes of it now, and WHERE it is from: the machine
-and its driver, in words. Whoever commits one has read whether the status is right: from then on it is what is expected.
+and its driver, in words. Where the recorder and its Python lay is taken out. Whoever commits one has read whether the
+status is right: from then on it is what is expected.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,10 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dflash_ops import gpu_join
 
+HOME = re.compile(r"/[^\s\"]*/(?=tests/samples/record\.py)")  # the checkout
+PYTHON = re.compile(r"/[^\s\"]*/bin/python3")
+
 
 def main(folder: Path, prefix: str, where: str) -> None:
     for file in sorted(folder.glob("*.json")):
-        view = json.loads(file.read_text())
+        view = json.loads(PYTHON.sub("/opt/venv/bin/python3", HOME.sub("", file.read_text())))
         status = gpu_join.join("lab", view, {}).to_json()
         sample = {"source": f"{where}: tests/samples/record.py", "view": view, "containers": {}, "status": status}
         target = Path(__file__).parent / "gpus.join" / f"{prefix}-{file.name}"
