@@ -14,8 +14,9 @@ from dflash_ops.remote import gpuasked, probe, processes
 
 SMI_SECONDS = 5.0
 _FORMAT = "--format=csv,noheader,nounits"
+_GPUS = "--query-gpu=index,uuid,pci.bus_id,memory.used,memory.total"
 _QUERIES = {
-    "gpus": ["--query-gpu=index,uuid,pci.bus_id,memory.used,memory.total", _FORMAT],
+    "gpus": [f"{_GPUS},mig.mode.current", _FORMAT],
     "apps": ["--query-compute-apps=gpu_uuid,pid,used_gpu_memory", _FORMAT],
 }
 # The start time of nobody: the pid counts while it is dead, and a new owner of it does not.
@@ -26,13 +27,15 @@ _SLACK_MIB = 32.0
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU by nvidia-smi, as this container sees it. Memory in MiB; None: nvidia-smi had no value."""
+    """One GPU by nvidia-smi, as this container sees it. Memory in MiB; None: nvidia-smi had no value. cut: into MIG
+    instances, of which others may be other tenants'; what all of them use says nothing then, and `used` is None."""
 
     index: int
     uuid: str
     bus: str
     used: float | None
     total: float | None
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,14 @@ class Picture:
 def look(seconds: float = SMI_SECONDS) -> Picture:
     """Asks nvidia-smi, for so long at most."""
     told = gpuasked.ask_smi(_QUERIES, seconds)
+    if told["gpus"]["code"] == 2 and "not a valid field" in told["gpus"]["out"]:
+        told.update(gpuasked.ask_smi({"gpus": [_GPUS, _FORMAT]}, seconds))  # a driver that is older than MIG
     cards: list[Card] = []
-    for cells in _rows(told["gpus"]["out"], 5):
+    for cells in [*_rows(told["gpus"]["out"], 6), *_rows(told["gpus"]["out"], 5)]:
         if _is_count(cells[0]) and cells[1].startswith("GPU-"):
-            cards.append(Card(int(cells[0]), cells[1], cells[2], _number(cells[3]), _number(cells[4])))
+            cut = cells[5:] == ["Enabled"]
+            used = None if cut else _number(cells[3])
+            cards.append(Card(int(cells[0]), cells[1], cells[2], used, _number(cells[4]), cut))
     for name, answer in told.items():
         # Of a card that is lost it says so, ends with an error, and tells of the others all the same.
         if answer["code"] != 0 and (
@@ -67,7 +74,21 @@ def look(seconds: float = SMI_SECONDS) -> Picture:
     charges = [
         (cells[0], int(cells[1]), _number(cells[2])) for cells in _rows(told["apps"]["out"], 3) if _is_count(cells[1])
     ]
-    return Picture(tuple(cards), tuple(charges))
+    return Picture(tuple(cards), tuple(_by_card(charges, [card for card in cards if card.cut])))
+
+
+def _by_card(charges: list[tuple[str, int, float | None]], cut: list[Card]) -> list[tuple[str, int, float | None]]:
+    """With what a MIG instance is charged with told of its card: the one that the process holds, or the only one that
+    is cut. Of which instance nvidia-smi tells by its slow whole report alone; for whom a card is free, it is enough."""
+    found: list[tuple[str, int, float | None]] = []
+    minors = probe.device_minor_by_bus() if len(cut) > 1 else {}
+    for uuid, pid, mib in charges:
+        of = cut if uuid.startswith("MIG-") else []
+        if len(of) > 1:
+            held = probe.minors(pid)
+            of = [card for card in of if _minor(card, minors) in held]
+        found.append((of[0].uuid if len(of) == 1 else uuid, pid, mib))
+    return found
 
 
 def _is_count(text: str) -> bool:
@@ -76,9 +97,13 @@ def _is_count(text: str) -> bool:
 
 def holders_of(card: Card) -> list[dict[str, Any]]:
     """The living processes here that have this card's device open."""
-    minors = {bus[-12:].lower(): minor for bus, minor in probe.device_minor_by_bus().items()}
-    minor = minors.get(card.bus[-12:].lower(), card.index)
+    minor = _minor(card, probe.device_minor_by_bus())
     return [holder for holder in probe.holders() if minor in holder["minors"]]
+
+
+def _minor(card: Card, by_bus: dict[str, int]) -> int:
+    """N of its /dev/nvidiaN."""
+    return {bus[-12:].lower(): minor for bus, minor in by_bus.items()}.get(card.bus[-12:].lower(), card.index)
 
 
 class Proof:
@@ -90,8 +115,7 @@ class Proof:
         if child is not None:
             self._known[child["pid"]] = child["start"]
         self.note(targets)
-        opened = any(processes.device_minors(processes.open_files(process.pid)) for process in targets)
-        self.wanted = bool(gpus) or opened
+        self.wanted = bool(gpus) or any(probe.minors(process.pid) for process in targets)
         self.before = look() if self.wanted else Picture(missing=True)
         self._note_dead_parents()
         self.after = self.before
