@@ -4,14 +4,14 @@ Two commands in the container: a look, and the freeing of what was chosen from i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from dflash_ops import stops
 from dflash_ops.answers import answer
 from dflash_ops.command import Command, Container, Query
 from dflash_ops.errors import BusyError, NotFoundError
-from dflash_ops.remote import bundle
+from dflash_ops.remote import bundle, processes
 from dflash_ops.runs import SCHEMA_VERSION, RunProcess, read_processes
 from dflash_ops.shell import Shell
 from dflash_ops.stops import GpuProof
@@ -45,7 +45,8 @@ class Holder:
 @dataclass(frozen=True)
 class Look:
     """What holds the container's GPUs. gone: pids that nvidia-smi charges though they are dead, with the living that
-    may hold their memory; others_mib: by GPU, what no process here is charged with; why: nvidia-smi could not tell."""
+    may hold their memory; others_mib: by GPU, what no process here is charged with; why: nvidia-smi could not tell;
+    files: by run that is over, what its freeing removes."""
 
     container: str
     boot_id: str
@@ -53,6 +54,7 @@ class Look:
     gone: Mapping[int, tuple[int, ...]]
     others_mib: Mapping[int, float]
     why: str
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ def free(shell: Shell, container: Container, found: Look, chosen: Sequence[Holde
     done = Freed(
         container=found.container,
         dry_run=False,
-        freed=read_processes(reply["freed"]),
-        killed=read_processes(reply["killed"]),
+        freed=_named(read_processes(reply["freed"]), chosen),
+        killed=_named(read_processes(reply["killed"]), chosen),
         removed=tuple(reply["removed"]),
         left=tuple(it for it in found.holders if it.pid not in gone),
         others_mib=found.others_mib,
@@ -132,6 +134,14 @@ def free(shell: Shell, container: Container, found: Look, chosen: Sequence[Holde
     )
     stops.prove("what was to be freed", read_processes(reply["survivors"]), done.gpu, str(container))
     return done
+
+
+def _named(ended: Sequence[RunProcess], chosen: Sequence[Holder]) -> tuple[RunProcess, ...]:
+    """With the command of the look where the process had gone before the freeing could look at it."""
+    known = {it.pid: it.command for it in chosen}
+    return tuple(
+        replace(it, command=known.get(it.pid, it.command)) if it.command == processes.GONE else it for it in ended
+    )
 
 
 def nothing_done(found: Look, chosen: Sequence[Holder], dry_run: bool) -> Freed:
@@ -162,6 +172,7 @@ def look_query(container: Container) -> Query[Look]:
             gone={it["pid"]: tuple(it["held_by"]) for it in reply["gone"]},
             others_mib={it["index"]: it["mib"] for it in reply["others"]},
             why=reply["why"],
+            files={run: tuple(files) for run, files in reply["files"].items()},
         )
 
     return Query(_command(container, {"wanted": None}), lambda result: parse(answer(result)))

@@ -30,7 +30,7 @@ def main(parameters: dict[str, Any]) -> int:
 
 def look(path: Path) -> dict[str, Any]:
     """Every process here that holds a GPU, and what else lives of the earlier runs that hold one; whose each is, and
-    what nvidia-smi charges it with."""
+    what nvidia-smi charges it with; by run, the files that its freeing would remove."""
     ours = owners.Owners(path)
     picture = gpuproof.look()
     holders = {holder["pid"]: holder for holder in probe.holders() if holder["minors"]}
@@ -65,8 +65,15 @@ def look(path: Path) -> dict[str, Any]:
         for uuid, pid, mib in picture.charges
         if processes.read(pid) is None
     ]
-    why = "" if picture.missing else picture.why
-    return {"boot_id": ours.boot_id, "processes": found, "gone": gone, "why": why, "others": _others(picture)}
+    files = {run: [owners.printable(it) for it in owners.files({run})] for run in sorted(filter(None, stale))}
+    return {
+        "boot_id": ours.boot_id,
+        "processes": found,
+        "gone": gone,
+        "why": "" if picture.missing else picture.why,
+        "others": _others(picture),
+        "files": files,
+    }
 
 
 def _heirs(picture: gpuproof.Picture, uuid: str) -> list[int]:
@@ -123,31 +130,41 @@ def free(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
         proof.note(found)
         return found
 
+    described: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def tell(process: processes.Process) -> dict[str, Any]:
+        """As it is now; with its command of before when it has gone meanwhile."""
+        before = described.get((process.pid, process.start))
+        now = processes.describe(process)
+        if before is not None and now["command"] == processes.GONE:
+            now["command"] = before["command"]
+        described[process.pid, process.start] = now
+        return now
+
     proof = gpuproof.Proof([], None, [])
     first = left()
+    for process in first:
+        tell(process)  # before the proof asks nvidia-smi: another free may be ending them
     proof = gpuproof.Proof(first, None, [])
-    described = {process.pid: processes.describe(process) for process in first}
     for process in first:
         processes.send(process, signal.SIGTERM)
         processes.send(process, signal.SIGCONT)
     grace = float(parameters["grace"])
     processes.wait_until(lambda: not left(), grace, on_wait=lambda s: answers.beat("they end; killed in", s))
-    killed = [processes.describe(process) for process in left()]
+    killed = [tell(process) for process in left()]
     kill_seconds = float(parameters.get("kill_seconds", _KILL_SECONDS))
     survivors = [
-        processes.describe(process)
+        tell(process)
         for process in processes.kill_all(left, kill_seconds, on_wait=lambda s: answers.beat("killing what is left", s))
     ]
     back = bool(survivors) or processes.wait_until(
         proof.back, _MEMORY_SECONDS, every=0.2, on_wait=lambda s: answers.beat("waiting for the GPU's memory", s)
     )
     alive = {it["pid"] for it in survivors}
-    ended = {pid: it for pid, it in described.items() if pid not in alive}
-    ended.update({it["pid"]: it for it in killed if it["pid"] not in alive})
     removed = [] if survivors else owners.remove_files({run for run in runs if run is not None})
     return {
         "seconds": round(time.monotonic() - began, 3),
-        "freed": list(ended.values()),
+        "freed": [it for (pid, _), it in described.items() if pid not in alive],
         "killed": [it for it in killed if it["pid"] not in alive],
         "survivors": survivors,
         "removed": removed,

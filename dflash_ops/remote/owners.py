@@ -56,23 +56,29 @@ class Owners:
         servers = [it.pid for it in table if processes.is_tmux_server(it.pid)]
         begun = [pid for pid in servers if pid in grouped or processes.RUN_ID in processes.environment(pid)]
         self._in_tmux = processes.lives_in_tmux(begun, table)
+        self._told: dict[tuple[int, int], Owner] = {}
 
     def of(self, process: processes.Process) -> Owner:
         """Whose this process is."""
         identity = (process.pid, process.start)
         environment = processes.environment(process.pid)
         named = os.fsdecode(environment.get(processes.RUN_ID, b""))
+        owner = UNKNOWN
         if identity in self._members:
-            return Owner("run", self._members[identity])
-        if process.pid in self._in_tmux:
-            return UNKNOWN
-        if named in self._live:
-            return Owner("run", named)
-        if named in self._over and environment.get(processes.RUN_DIR) == os.fsencode(self.path / "runs" / named):
-            return Owner("earlier", named)
-        if identity in self._grouped:
-            return Owner("earlier", self._grouped[identity])
-        return UNKNOWN
+            owner = Owner("run", self._members[identity])
+        elif process.pid in self._in_tmux:
+            pass
+        elif not environment and identity in self._told:
+            return self._told[identity]  # one that hangs on its way out has lost its environment, and is whose it was
+        elif named in self._live:
+            owner = Owner("run", named)
+        elif named in self._over and environment.get(processes.RUN_DIR) == os.fsencode(self.path / "runs" / named):
+            owner = Owner("earlier", named)
+        elif identity in self._grouped:
+            owner = Owner("earlier", self._grouped[identity])
+        if environment:
+            self._told[identity] = owner
+        return owner
 
     def group_of(self, run_id: str) -> set[int]:
         """The pids in the control group of an earlier run, now."""
@@ -96,11 +102,11 @@ class Owners:
 _TEMPORARY = ("/dev/shm", "/tmp", "/var/tmp")
 
 
-def remove_files(runs: set[str]) -> list[str]:
-    """Removes shared memory and temporary files whose names carry one of these runs' whole id; what links point to
-    stays, and so does what another user owns or what lies on a mount. Says which."""
+def files(runs: set[str]) -> list[str]:
+    """The shared memory and temporary files whose names carry one of these runs' whole id, without what another user
+    owns or what lies on a mount."""
     marks = [re.compile(rf"(?<![A-Za-z0-9-]){re.escape(run)}(?![A-Za-z0-9-])") for run in sorted(runs)]
-    removed: list[str] = []
+    found: list[str] = []
     mounted = _mount_points() if marks else []
     for folder in _TEMPORARY if marks and mounted is not None else ():
         try:
@@ -115,18 +121,34 @@ def remove_files(runs: set[str]) -> list[str]:
             if any(point == below or point.startswith(f"{below}/") for point in mounted or ()):
                 continue  # its files are somebody's, by another name
             try:
-                if os.lstat(file).st_uid != os.geteuid():
-                    continue
-                if os.path.isdir(file) and not os.path.islink(file):
-                    import shutil  # with all its kinds of archives
-
-                    shutil.rmtree(file)
-                else:
-                    os.unlink(file)
+                own = os.lstat(file).st_uid == os.geteuid()
             except OSError:
-                continue  # in use, or gone meanwhile
-            removed.append(file)
+                continue  # gone meanwhile
+            found += [file] if own else []
+    return found
+
+
+def remove_files(runs: set[str]) -> list[str]:
+    """Removes `files`; what links point to stays. Says which, for people."""
+    removed: list[str] = []
+    for file in files(runs):
+        try:
+            if os.path.isdir(file) and not os.path.islink(file):
+                import shutil  # with all its kinds of archives
+
+                shutil.rmtree(file)
+            else:
+                os.unlink(file)
+        except OSError:
+            continue  # in use, or gone meanwhile
+        removed.append(printable(file))
     return removed
+
+
+def printable(name: str) -> str:
+    """A file's name for people: bytes that are not UTF-8, and control characters, as escapes."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _mount_points() -> list[str] | None:

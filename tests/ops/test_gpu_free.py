@@ -107,6 +107,7 @@ def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
 
     dry = json.loads(cli("gpu", "free", "--dry-run", "--json").stdout)
     assert [it["pid"] for it in dry["freed"]] == [stale["pid"]] and dry["dry_run"] and not dry["gpu"]["checked"]
+    assert gpu_free.look(shell, place).files == {stale["run_id"]: tuple(files)}  # and they are there still
     refused = cli("gpu", "free", "--unknown")
     assert refused.returncode == 2 and str(stranger["pid"]) in refused.stderr.decode()
     assert alive(shell, place, stale, stranger) == [True, True]
