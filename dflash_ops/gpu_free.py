@@ -60,7 +60,7 @@ class Look:
 @dataclass(frozen=True)
 class Freed:
     """freed: all that were ended (of them, `killed` did not in the grace), or with dry_run would be; left: holders that
-    were not to be ended; removed: files of freed runs."""
+    were not to be ended; removed: files of freed runs, or with dry_run those that would be."""
 
     container: str
     dry_run: bool
@@ -152,12 +152,17 @@ def nothing_done(found: Look, chosen: Sequence[Holder], dry_run: bool) -> Freed:
         dry_run=dry_run,
         freed=tuple(RunProcess(it.pid, it.state, it.wchan, it.command) for it in chosen),
         killed=(),
-        removed=(),
+        removed=tuple(sorted({file for it in chosen if it.owner == "earlier" for file in _files(found, it)})),
         left=tuple(it for it in found.holders if it.pid not in pids),
         others_mib=found.others_mib,
         seconds=0.0,
         gpu=GpuProof(checked=False, back=True, why=found.why, held=()),
     )
+
+
+def _files(found: Look, holder: Holder) -> tuple[str, ...]:
+    """What the freeing of this holder's run removes."""
+    return found.files.get(holder.run_id or "", ())
 
 
 # -- questions

@@ -61,7 +61,7 @@ def show_freed(freed: Freed) -> None:
         how = "would end" if freed.dry_run else "killed" if process.pid in killed else "ended"
         render.say(f"{how} {process.pid} ({short(process.command)})")
     for file in freed.removed:
-        render.say(f"removed {file}")
+        render.say(f"{'would remove' if freed.dry_run else 'removed'} {file}")
     if not freed.freed:
         render.say(f"{freed.container}: no earlier run of ours holds a GPU; nothing to free")
     elif freed.gpu.checked:

@@ -67,6 +67,17 @@ def test_what_can_not_be_chosen() -> None:
         gpu_free.choose(found, [77], False)
 
 
+def test_a_dry_run_tells_the_files_that_would_be_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    earlier, stranger = holder(2, "earlier"), holder(3)
+    found = replace(look(earlier, stranger), files={RUN: ("/dev/shm/a", "/tmp/b"), "other": ("/tmp/c",)})
+    for chosen, expected in ([earlier], ("/dev/shm/a", "/tmp/b")), ([stranger], ()):
+        done = gpu_free.nothing_done(found, chosen, dry_run=True)
+        render_gpus.show_freed(done)
+        said = capsys.readouterr().out.split("\n")
+        assert done.removed == expected
+        assert [line for line in said if "remove" in line] == [f"would remove {file}" for file in expected]
+
+
 # -- freeing, for real
 
 
@@ -107,6 +118,7 @@ def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
 
     dry = json.loads(cli("gpu", "free", "--dry-run", "--json").stdout)
     assert [it["pid"] for it in dry["freed"]] == [stale["pid"]] and dry["dry_run"] and not dry["gpu"]["checked"]
+    assert dry["removed"] == files
     assert gpu_free.look(shell, place).files == {stale["run_id"]: tuple(files)}  # and they are there still
     refused = cli("gpu", "free", "--unknown")
     assert refused.returncode == 2 and str(stranger["pid"]) in refused.stderr.decode()
