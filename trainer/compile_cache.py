@@ -35,7 +35,6 @@ COMPILED = (  # modules whose code torch compiles
     "head_rows",
     "learner",
     "loss",
-    "masks",
     "update",
 )
 WAIT = 5.0  # seconds for another process to be done with cleaning up

@@ -15,7 +15,7 @@ tests/trainer/test_cuda_fast.py holds them equal to the formulas in float64. Sha
 
 import contextlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ if AVAILABLE:
     @triton.jit
     def swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
         """silu(gate) * up of a piece of a row; gate_up: [rows, 2 width]."""
-        row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         start = gate_up + row * 2 * width + column
         gate = tl.load(start, mask=inside).to(tl.float32)
@@ -153,7 +153,7 @@ if AVAILABLE:
     @triton.jit
     def swiglu_backward_kernel(gate_up, grad, d_gate_up, out, width, BLOCK: tl.constexpr):
         """The gradients to gate and up, and the forward's result again."""
-        row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         start = row * 2 * width + column
         gate = tl.load(gate_up + start, mask=inside).to(tl.float32)
@@ -167,10 +167,21 @@ if AVAILABLE:
         tl.store(out + row * width + column, (silu * up).to(kind), mask=inside)
 
 
-def takes(x: Tensor, head_dim: int, *, tokens: tuple[int, ...]) -> bool:
-    """Whether these kernels can be had for layers of x, and rows of so many tokens."""
+class Kernels(NamedTuple):
+    """Which of these can be had."""
+
+    heads: bool  # arrange
+    mlp: bool
+
+
+NONE = Kernels(heads=False, mlp=False)
+
+
+def kernels_for(x: Tensor, head_dim: int, *, tokens: tuple[int, ...]) -> Kernels:
+    """For layers of x, and rows of so many tokens."""
+    here = AVAILABLE and x.is_cuda
     power = head_dim >= 32 and head_dim & (head_dim - 1) == 0
-    return AVAILABLE and x.is_cuda and power and all(count % TOKENS == 0 for count in tokens)
+    return Kernels(heads=here and power and all(count % TOKENS == 0 for count in tokens), mlp=here)
 
 
 # --- queries, keys and values ------------------------------------------------------------------------------------
@@ -227,6 +238,8 @@ def _launches(
     (_, queries, width), size, context = qkv.shape, q_norm.numel(), kv.shape[1]
     subs, keys = width // size // groups - 2, queries + context
     q_sub, q_group = (groups * queries * size, queries * size) if merged else (queries * size, subs * queries * size)
+    for x in (qkv, kv):
+        assert x.stride(2) == 1 and x.stride(0) == x.shape[1] * x.stride(1), "a token's numbers lie side by side"
     found: list[tuple[list[Any], tuple[int, dict[str, int]]]] = []
     for x, here, tokens, first, own in ((qkv, 0, queries, context, subs), (kv, 1, context, 0, 0)):
         words = [x, q_norm, k_norm, cos[here], sin[here], x.stride(1), tokens, first, keys, q_sub, q_group, eps]
@@ -320,13 +333,13 @@ def _swiglu(kernel: Any, gate_up: Tensor, *more: Tensor) -> None:
     wide = gate_up.shape[-1]
     width, rows = wide // 2, gate_up.numel() // wide
     with _there(gate_up):
-        kernel[(-(-width // 1024), rows)](gate_up, *more, width, 1024)
+        kernel[(rows, -(-width // 1024))](gate_up, *more, width, 1024)  # the second may be 65,535 at most
 
 
 @torch.library.custom_op("dflash::mlp", mutates_args=())
 def _mlp(gate_up: Tensor, down: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _swiglu(swiglu_kernel, gate_up, out)
+    _swiglu(swiglu_kernel, gate_up.contiguous(), out)
     return out @ down.T
 
 
@@ -337,14 +350,14 @@ def _(gate_up, down):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dflash::swiglu_backward", mutates_args=())
 def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    d_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)
-    _swiglu(swiglu_backward_kernel, gate_up, grad.contiguous(), d_gate_up, out)
+    d_gate_up, out = gate_up.new_empty(gate_up.shape), grad.new_empty(grad.shape)
+    _swiglu(swiglu_backward_kernel, gate_up.contiguous(), grad.contiguous(), d_gate_up, out)
     return d_gate_up, out
 
 
 @_swiglu_backward.register_fake
 def _(gate_up, grad):  # type: ignore[no-untyped-def]
-    return torch.empty_like(gate_up), torch.empty_like(grad)
+    return gate_up.new_empty(gate_up.shape), grad.new_empty(grad.shape)
 
 
 def _keep_mlp(ctx: Any, inputs: tuple[Tensor, Tensor], output: object) -> None:

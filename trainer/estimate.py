@@ -10,6 +10,7 @@ import torch
 
 from trainer import sizes
 from trainer.blocks import TILE
+from trainer.byhand import runs_by_hand
 from trainer.config import TrainConfig, forwards, idle_keys, micro_rows
 from trainer.devices import Devices, listed, plus
 from trainer.draft_config import DraftConfig, default_target_layer_ids
@@ -89,7 +90,7 @@ def read_shapes(config: TrainConfig, bytes_each: int) -> tuple[Target, DraftConf
         layer_weights=tuple(sum(p.numel() for p in layer.parameters()) for layer in parts.layers),
         tied=parts.head.weight is parts.embedding.weight,
         bytes_each=bytes_each,
-        masks=2 if len(set(getattr(text, "layer_types", None) or ())) > 1 else 1,
+        masks=masks_of(text, bytes_each),
     )
     wanted = config.draft
     try:
@@ -180,3 +181,11 @@ def _lines_of(names: Sequence[str], parts: Sequence[Part], config: TrainConfig) 
     if shown > has:
         return [*lines, f"          that is more than its {has:,.0f} MiB: {said(remedies(parts, config))}"]
     return [*lines, f"          of its {has:,.0f} MiB"]
+
+
+def masks_of(config: Any, bytes_each: int) -> int:
+    """Target.masks of a model's config: none where its layers are compiled: attention then takes documents' lengths."""
+    biased = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
+    if bytes_each == 2 and runs_by_hand(config) and not biased and config.hidden_act == "silu":
+        return 0
+    return 2 if len(set(getattr(config, "layer_types", None) or ())) > 1 else 1

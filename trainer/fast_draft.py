@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.draft import Attention, DraftLayer, DraftModel, Rotation, rotate, rotation_of
-from trainer.draft_kernels import arrange, mlp
+from trainer.draft_kernels import Kernels, arrange, mlp
 from trainer.features import block_embeds
 from trainer.update import Weight
 
@@ -91,12 +91,11 @@ def forward(
     attention: tuple[Attention, ...],
     merged: bool,
     options: Options,
-    fused: bool,
+    kernels: Kernels,
 ) -> Tensor:
     """As DraftModel.forward, from the embeddings that differ.
 
-    merged: the masks are of merged heads (`merge`). fused: by the kernels of draft_kernels.py. options: of flex
-    attention.
+    merged: the masks are of merged heads (`merge`). options: of flex attention. kernels: which of draft_kernels.py.
     """
     queries = block_positions_BQ.shape[1]
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -104,13 +103,13 @@ def forward(
         rotation_of(block_positions_BQ, frequencies, shape.scaling),
         rotation_of(context_positions_BS, frequencies, shape.scaling),
     )
-    halves = turns.halves() if fused else turns
+    halves = turns.halves() if kernels.heads else turns
     context = normed(linear(features_BSF, weights.fc), weights.hidden_norm, shape.eps)
     all_kv = linear(context, torch.cat([layer.qkv[wide:] for layer in weights.layers]))
     x = block_embeds(anchor_embeds_BNH, mask_embed_H, queries // anchor_embeds_BNH.shape[1])
     for layer, kv, sight in zip(weights.layers, all_kv.split(2 * narrow, dim=-1), shape.sights, strict=True):
         qkv = linear(normed(x, layer.norm, shape.eps), layer.qkv)
-        if fused:
+        if kernels.heads:
             norms = layer.q_norm, layer.k_norm
             q, k, v = arrange(qkv, kv, *norms, *halves, eps=shape.eps, groups=shape.kv_heads, merged=merged)
         else:
@@ -118,7 +117,7 @@ def forward(
         seen = attend(q, k, v, attention[sight], options)
         x = x + linear(by_token(seen, shape.kv_heads if merged else 1), layer.out)
         gate_up = linear(normed(x, layer.mlp_norm, shape.eps), layer.gate_up)
-        if fused:
+        if kernels.mlp:
             x = x + mlp(gate_up, layer.down)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
@@ -293,15 +292,18 @@ class WorkingCopy:
 
     def add_up(self) -> None:
         """Adds the copies' gradients to those of the trained weights, in float32, and forgets the copies'."""
-        for place in self._places.values():
-            if place.copy.grad is None:
+        for copy in self.copies:  # one after the other, so that both kinds are never there in full
+            if copy.grad is None:
                 continue
-            gradient = place.part(place.copy.grad)
-            if place.master.grad is None:
-                place.master.grad = gradient.to(place.master.dtype)
-            else:
-                place.master.grad += gradient
-        self.forget()
+            for place in self._places.values():
+                if place.copy is not copy:
+                    continue
+                gradient = place.part(copy.grad)
+                if place.master.grad is None:
+                    place.master.grad = gradient.to(place.master.dtype)
+                else:
+                    place.master.grad += gradient
+            copy.grad = None
 
     def forget(self) -> None:
         for copy in self.copies:

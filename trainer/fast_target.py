@@ -4,7 +4,7 @@
 Shapes: B rows, S tokens of a row, A query heads, G key and value heads, D head size, I of the MLP.
 
 Between two attentions lies one function (`between`): the end of a layer and the beginning of the next. Weights are its
-arguments, so that it is compiled once for all layers of a device. Attention itself is no part of it where it takes the
+arguments, so that it is compiled once for all layers of a device. Attention itself is no part of it: it takes the
 documents' lengths, which differ from row to row. tests/trainer/test_fast_target.py holds it equal to byhand.py.
 """
 
@@ -38,10 +38,7 @@ class LayerWeights(NamedTuple):
 class Sizes(NamedTuple):
     """What is the same in all layers."""
 
-    heads: int
-    kv_heads: int
     head_dim: int
-    intermediate: int
     eps: float
 
 
@@ -62,8 +59,13 @@ def why_not(runner: ByHand) -> str | None:
         linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if any(getattr(one, "bias", None) is not None for one in (*linear, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
             return "its projections have biases"
-    if runner.head_VH.is_cuda and runner.head_VH.dtype not in (torch.bfloat16, torch.float16):
-        return f"its weights are {runner.head_VH.dtype}, which attention's kernels do not take"
+    if runner.head_VH.is_cuda:  # what attention's kernels take, which are called by their own names
+        if runner.head_VH.dtype not in (torch.bfloat16, torch.float16):
+            return f"its weights are {runner.head_VH.dtype}"
+        if runner.head_dim % 8 or runner.head_dim > 256:
+            return f"its heads have {runner.head_dim} numbers"
+        if torch.cuda.get_device_capability(runner.head_VH.device) < (8, 0):
+            return "the GPU is older than Ampere"
     if runner.model.config.hidden_act != "silu":
         return f"its activation is {runner.model.config.hidden_act}"
     return None
@@ -166,15 +168,8 @@ class FastLayers:
         """compiled: how a function is compiled; as a default not at all. fp8: see fp8.py."""
         self._runner = runner
         self.shape = (rows, row_tokens)
-        config = runner.model.config
         first = runner.model.model.layers[0]
-        self._sizes = Sizes(
-            config.num_attention_heads,
-            runner.num_kv_heads,
-            runner.head_dim,
-            config.intermediate_size,
-            first.input_layernorm.variance_epsilon,
-        )
+        self._sizes = Sizes(runner.head_dim, first.input_layernorm.variance_epsilon)
         self._weights = [weights_of(layer, fp8=fp8) for layer in runner.model.model.layers]
         self._enter, self._between, self._leave = map(compiled, (enter, between, leave))
 

@@ -1,7 +1,7 @@
 """The drafter at work: forward, loss, gradients, update. One per drafter thread; knows no files and no config file.
 
-On CUDA everything runs in bfloat16 under autocast, with flex attention, compiled once; on the CPU in float32 with
-scaled_dot_product_attention and the mask written out (flex attention has no backward there).
+On CUDA everything runs on bfloat16 copies of the weights (fast_draft.py), with flex attention, compiled once; on the
+CPU in float32 with scaled_dot_product_attention and the mask written out (flex attention has no backward there).
 """
 
 # torch.compile and tolist are partly untyped.
@@ -345,7 +345,7 @@ class Learner:
                 attention,
                 self._merged_heads > 1,
                 self._options,
-                draft_kernels.takes(part.features_BSF, draft.head_dim, tokens=lengths),
+                draft_kernels.kernels_for(part.features_BSF, draft.head_dim, tokens=lengths),
             )
         else:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):

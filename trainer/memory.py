@@ -42,7 +42,7 @@ class Target:
     layer_weights: tuple[int, ...]  # of each layer
     tied: bool  # the head is the embedding
     bytes_each: int  # of a weight and of a feature
-    masks: int  # of numbers, [S, S] a row: torch makes one of a mask of booleans, a family may take two
+    masks: int  # of numbers, [S, S] a row: torch makes one of a mask of booleans, a family may take two; 0: no mask
 
     @property
     def head(self) -> int:
@@ -98,7 +98,7 @@ def kept_per_layer(draft: DraftConfig, batch: Batch, bytes_each: int, given_byte
     5% of what torch had allocated.
     """
     heads, key_value = draft.num_heads * draft.head_dim, draft.num_kv_heads * draft.head_dim
-    mlp = (2 if bytes_each == 2 else 3) * draft.intermediate_size
+    mlp = (2 if bytes_each == 2 else 3) * draft.intermediate_size  # a GPU's kernel makes gate times up again
     block_token = 2 * draft.hidden_size + 4 * heads + mlp
     both = batch.tokens + batch.block_tokens
     stream = given_bytes * batch.block_tokens * 2 * draft.hidden_size
@@ -161,7 +161,7 @@ def batch_bytes(draft: DraftConfig, batch: Batch, *, bytes_each: int, soft: bool
 def target_parts(target: Target, weights: int, draft: DraftConfig, batch: Batch) -> list[Part]:
     """`weights` weights of the frozen target, and what its forward takes. (All of it, where layers are spread.)"""
     per_token = 2 * len(draft.target_layer_ids) * target.hidden + 3 * target.intermediate + 3 * target.hidden
-    masks = batch.rows * batch.row_tokens**2 * (1 + target.masks * target.bytes_each)
+    masks = batch.rows * batch.row_tokens**2 * (1 + target.masks * target.bytes_each) if target.masks else 0
     forward = target.bytes_each * batch.tokens * per_token + masks
     return [
         Part("target's weights", target.bytes_each * weights, (SPREAD,)),

@@ -1,6 +1,6 @@
 """AdamW for the drafter, and the learning rate of each step.
 
-Weights stay float32; on CUDA the forward runs in bfloat16 by autocast. (Weights in bfloat16 without float32 masters
+Weights stay float32; on CUDA the forward runs on copies in bfloat16. (Weights in bfloat16 without float32 masters
 went to NaN elsewhere after a few hundred steps at this learning rate.)
 """
 

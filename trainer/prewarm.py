@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trainer.byhand import runs_by_hand
 from trainer.compile_cache import prune, use_compile_cache
 from trainer.config import ConfigFault, TrainConfig, load, micro_rows
 from trainer.diagnosis import explain
@@ -47,16 +48,21 @@ def prewarm(config: TrainConfig, say: Say) -> list[Warmed]:
     learners = [_stand_in(config, draft, device, dtype) for device in devices]
     shape = batch_shape(config, micro_rows(config), dtype)
     places = [torch.device(name) for name in dict.fromkeys(chain.from_iterable(layout.targets))]
-    targets = [_stand_in_target(config, place, dtype) for place in places if place.type == "cuda"]
+    on_gpu = [place for place in places if place.type == "cuda"]
+    targets = [target for place in on_gpu if (target := _stand_in_target(config, place, dtype))]
     warmed = warm_up_targets(targets, shape, (0, 1), fp8=config.target.fp8, say=say)
     return warmed + warm_up(learners, shape, say=say)
 
 
-def _stand_in_target(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> TargetModel:
-    """The target's first two layers, with fresh weights: what is compiled for them is compiled for all."""
+def _stand_in_target(config: TrainConfig, device: torch.device, dtype: torch.dtype) -> TargetModel | None:
+    """The target's first two layers, with fresh weights: what is compiled for them is compiled for all. None where
+    nothing is compiled of it.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     found: Any = AutoConfig.from_pretrained(str(Path(config.target.path).expanduser()))
+    if not runs_by_hand(found):
+        return None
     found.num_hidden_layers = 2
     if getattr(found, "layer_types", None):
         found.layer_types = found.layer_types[:2]

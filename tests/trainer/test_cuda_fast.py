@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from trainer.blocks import dense_mask, tile_lists, tile_mask
 from trainer.compiled import compiled
-from trainer.fast_draft import HOPPER, WorkingCopy, forward
+from trainer.draft_kernels import NONE, Kernels, arrange, kernels_for, mlp
+from trainer.fast_draft import HOPPER, Shape, Turns, WorkingCopy, arranged, forward
 from trainer.head_rows import rows_in_place
 from trainer.learner import Learner
-from trainer.loss import Weighting
+from trainer.loss import Objective, Weighting, chunk_loss
 from trainer.optim import make_optimizer
 from trainer.threads import nothing_compiles
 from trainer.warm import BatchShape, made_up_batch, made_up_rows, warm_up
@@ -38,14 +40,15 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-WAYS = {"torch's": (False, False), "merged": (True, False), "kernels": (False, True), "all": (True, True)}
+ALL = Kernels(heads=True, mlp=True)
+WAYS = {"torch's": (False, NONE), "merged": (True, NONE), "kernels": (False, ALL), "all": (True, ALL)}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [None, True])
 def test_the_working_copy_on_the_gpu_is_the_drafter_in_float64(way: str, causal: bool | None) -> None:
     """Forward and backward, then: what lies from an anchor on changes no bit of its block."""
-    config, (merged, fused) = replace(LAYERS, block_size=16, causal=causal), WAYS[way]
+    config, (merged, kernels) = replace(LAYERS, block_size=16, causal=causal), WAYS[way]
     options = tuple(sorted(HOPPER.items())) if way == "all" else ()
     exact_model, exact_given = drafter(config).requires_grad_(True), given_for(config, torch.float64)
     blocks = exact_given.blocks()
@@ -68,7 +71,7 @@ def test_the_working_copy_on_the_gpu_is_the_drafter_in_float64(way: str, causal:
         return run(
             working.weights, working.shape, model.rotary.frequencies, features.to(GPU, torch.bfloat16),
             anchors.to(GPU, torch.bfloat16), exact_given.table[config.mask_token_id].to(GPU, torch.bfloat16),
-            exact_given.positions.to(GPU), here.positions_BQ, attention, merged, options, fused,
+            exact_given.positions.to(GPU), here.positions_BQ, attention, merged, options, kernels,
         )  # fmt: skip
 
     found = hidden(exact_given.features)
@@ -104,6 +107,7 @@ def test_the_compiled_target_is_the_one_run_by_hand(lengths: list[int]) -> None:
     target.model.to(GPU, torch.bfloat16)
     plain = target.features(*rows, (1, 3)).float().cpu()
     target.prepare(1, 512, (1, 3), final=True, compiled=compiled)
+    assert cast(Any, target._runner).fast is not None
     with nothing_compiles(GPU):
         found, final = (x.float().cpu() for x in target.features_and_final(*rows, (1, 3)))
         again = target.features(*rows, (1, 3)).float().cpu()
@@ -136,6 +140,7 @@ def learner_of(*, copies: bool) -> Learner:
 
 def steps(*, copies: bool, batches: int = 1) -> tuple[list[tuple[float, ...]], list[Tensor]]:
     learner = learner_of(copies=copies)
+    assert kernels_for(torch.zeros(1, device=GPU), LAYERS.head_dim, tokens=(ROW, 24 * 16)) == ALL
     shape = BatchShape(1, ROW, 24, torch.bfloat16, teacher=False)
     warm_up([learner], shape, say=lambda line: None)
     figures: list[tuple[float, ...]] = []
@@ -180,12 +185,82 @@ def test_rows_of_logits_in_place_are_those_in_float64(columns: int, dtype: torch
     expected = wide.softmax(-1)
     expected[torch.arange(40), labels] -= 1
     told = wide.gather(1, labels[:, None])[:, 0]
-    first = torch.tensor([row.index(max(row)) for row in wide.tolist()], device=GPU)
+    listed = cast(list[list[float]], wide.tolist())
+    first = torch.tensor([row.index(max(row)) for row in listed], device=GPU)
     with torch.no_grad():
         kept = logits.clone()
         loss, right = rows_in_place(logits, labels, gradient=False)
         assert logits.equal(kept)
-        again, _ = rows_in_place(logits, labels, gradient=True)
-    assert again.equal(loss) and right.equal(first == labels)
+        again, also = rows_in_place(logits, labels, gradient=True)
+    assert again.equal(loss) and right.equal(first == labels) and also.equal(right)
     assert torch.allclose(loss.double(), total - told, atol=1e-5, rtol=1e-5)
     assert error(logits, expected.cpu()) < 0.004
+
+
+@pytest.mark.parametrize("objective", ["cross-entropy", "kl"])
+@pytest.mark.parametrize("columns", [128, 9001])
+def test_a_chunk_s_loss_compiled_is_that_in_float64(objective: Objective, columns: int) -> None:
+    draw = torch.Generator().manual_seed(4)
+    hidden, teacher = (torch.randn(6, 15, 64, generator=draw) for _ in range(2))
+    head = torch.randn(columns, 64, generator=draw) * 0.3
+    labels, mask = torch.randint(0, columns, (6, 15), generator=draw), torch.rand(6, 15, generator=draw) < 0.9
+    hidden, teacher, head = (x.bfloat16() for x in (hidden, teacher, head))
+    soft, run = objective != "cross-entropy", compiled(chunk_loss)
+
+    def given(device: torch.device, dtype: torch.dtype) -> list[Any]:
+        tensors = [x.to(device, dtype) for x in (hidden, head, teacher)]
+        last = tensors[2] if soft else None
+        return [tensors[0], tensors[1], labels.to(device), mask.to(device), last, Weighting("d-pace"), objective]
+
+    with torch.no_grad():
+        exact = chunk_loss(*given(torch.device("cpu"), torch.float64), True)
+        for wants_grad in (True, False):
+            found = run(*given(GPU, torch.bfloat16), wants_grad)
+            assert float(found[0]) == pytest.approx(float(exact[0]), rel=0.01)
+            assert float(found[1]) == pytest.approx(float(exact[1]), rel=0.01)
+            if wants_grad:
+                assert error(found[3], exact[3]) < 0.02
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_heads_of_several_rows_are_arranged_as_in_torch_s_words(merged: bool) -> None:
+    """Three rows of 32 block tokens and 48 of context, in two layers' product; forward and backward."""
+    draw = torch.Generator(GPU).manual_seed(6)
+    groups, subs, size = 2, 3, 64
+    widths = (subs * groups + 2 * groups) * size, 2 * 2 * groups * size
+    leaves = [torch.randn(3, n, w, generator=draw, device=GPU) for n, w in zip((32, 48), widths, strict=True)]
+    leaves += [torch.randn(size, generator=draw, device=GPU) for _ in range(2)]
+    angles = [torch.randn(3, n, size // 2, generator=draw, device=GPU) for n in (32, 48)]
+    turns = [(x.cos(), x.sin()) for x in angles]
+    whole = Turns(*((torch.cat((c, c), -1)[:, None], torch.cat((s, s), -1)[:, None]) for c, s in turns))
+    shape = Shape(subs * groups, groups, size, 1e-6, 1.0, (0,))
+
+    def run(kernel: bool) -> tuple[list[Tensor], list[Tensor]]:
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        qkv, kv = own[0], own[1].split(2 * groups * size, dim=-1)[1]
+        if kernel:
+            found = arrange(qkv, kv, own[2], own[3], *turns, eps=1e-6, groups=groups, merged=merged)
+        else:
+            layer: Any = SimpleNamespace(q_norm=own[2], k_norm=own[3])
+            found = arranged(qkv, kv, layer, shape, whole, merged=merged)
+        weights = [torch.randn(x.shape, generator=torch.Generator(GPU).manual_seed(7), device=GPU) for x in found]
+        sum((x * w).sum() for x, w in zip(found, weights, strict=True)).backward()  # type: ignore[union-attr]
+        return [x.detach() for x in found], [cast(Tensor, leaf.grad) for leaf in own]
+
+    for mine, theirs in zip(run(True), run(False), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.shape == other.shape
+            assert error(one, other.double().cpu()) < 1e-5
+
+
+def test_the_mlp_takes_as_many_rows_as_a_large_step_has() -> None:
+    gate_up = torch.randn(1, 65_536, 2 * 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    down = torch.randn(32, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    found = mlp(gate_up, down)
+    found.float().square().sum().backward()
+    wide = gate_up.detach().double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    exact = (torch.nn.functional.silu(gate) * up) @ down.detach().double().T
+    exact.square().sum().backward()
+    assert error(found.detach(), exact.detach().cpu()) < 0.01
+    assert error(cast(Tensor, gate_up.grad), cast(Tensor, wide.grad).cpu()) < 0.02

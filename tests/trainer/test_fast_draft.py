@@ -19,6 +19,7 @@ from trainer.blocks import TILE, Blocks, dense_mask, make_blocks, tile_mask
 from trainer.data import Row
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
+from trainer.draft_kernels import NONE
 from trainer.fast_draft import WorkingCopy, attend, by_token, forward, merge
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
@@ -46,7 +47,7 @@ def fast(working: WorkingCopy, model: DraftModel, row: Given, blocks: Blocks) ->
     anchors = row.embeds(blocks).unflatten(1, (len(row.anchors), -1))[:, :, 0]
     return forward(
         working.weights, working.shape, model.rotary.frequencies, row.features, anchors,
-        row.table[row.config.mask_token_id], row.positions, blocks.positions_BQ, masks, False, (), False,
+        row.table[row.config.mask_token_id], row.positions, blocks.positions_BQ, masks, False, (), NONE,
     )  # fmt: skip
 
 
