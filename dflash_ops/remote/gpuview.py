@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +26,19 @@ _OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
 def main(parameters: dict[str, Any]) -> NoReturn:
     path = Path(parameters["path"]) if parameters["path"] else None
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup's word holds
+            signal.signal(number, _leave)
     code = answers.answer(path, lambda: view(path, parameters["fields"], parameters["apps"], parameters["seconds"]))
     os._exit(code)  # what has been said is written; taking the interpreter apart would only keep who waits waiting
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """The connection is gone, or somebody ends us. nvidia-smi is in a session of its own and gets no such signal: it is
+    ended on our way out, which no second signal cuts short."""
+    for each in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) -> dict[str, Any]:
@@ -38,22 +50,13 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
     if path is None:
         programs["kernel"] = ["journalctl", "-k", "-q", "-o", "json", f"--grep={_XID}", "-n", str(_XIDS)]
     asked = gpuasked.Asked(programs, seconds)  # they answer while we look around
-    # Only now: reading and compiling them takes as long as nvidia-smi does.
+    try:
+        holders, runs = _around(path)
+        told = asked.answers()
+    finally:
+        asked.end()
     from dflash_ops.remote import probe, processes
 
-    holders = probe.holders()
-    runs: list[dict[str, Any]] = []
-    if path is not None:
-        from dflash_ops.remote import owners
-
-        ours = owners.Owners(path)
-        for holder in holders:
-            process = processes.find(holder)
-            owner = ours.of(process) if process is not None else owners.UNKNOWN
-            holder["owner"] = owner.kind
-            holder["run_id"] = owner.run_id or holder["run_id"]
-        runs = ours.runs({holder["run_id"] for holder in holders if holder["run_id"]})
-    told = asked.answers()
     if apps:
         holders += _charged_and_unseen(told["apps"]["out"], apps.index("pid"), {it["pid"] for it in holders})
     kernel = told.pop("kernel", None)
@@ -72,6 +75,25 @@ def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) 
         "xids": None if kernel is None else _xids(kernel),
         "hidden": probe.hidden(),
     }
+
+
+def _around(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Who holds the GPUs, and the runs that they are of."""
+    # Only now: reading and compiling them takes as long as nvidia-smi does.
+    from dflash_ops.remote import probe, processes
+
+    holders = probe.holders()
+    if path is None:
+        return holders, []
+    from dflash_ops.remote import owners
+
+    ours = owners.Owners(path)
+    for holder in holders:
+        process = processes.find(holder)
+        owner = ours.of(process) if process is not None else owners.UNKNOWN
+        holder["owner"] = owner.kind
+        holder["run_id"] = owner.run_id or holder["run_id"]
+    return holders, ours.runs({holder["run_id"] for holder in holders if holder["run_id"]})
 
 
 def _charged_and_unseen(out: str, column: int, known: set[int]) -> list[dict[str, Any]]:

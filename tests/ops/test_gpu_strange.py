@@ -3,19 +3,24 @@ processes, containers without Python, inventories that are wrong."""
 
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Box, write_inventory
+from stand_in import exists, retry_until
 from test_gpus import UUIDS, container_view, full_line, holder, host_view
 
 from dflash_ops import doctor, gpu_join, gpus, render_gpus, status
 from dflash_ops.command import Command
-from dflash_ops.remote import gpuproof, gpuview, preflight, probe, processes
+from dflash_ops.remote import bundle, gpuasked, gpuproof, gpuview, preflight, probe, processes
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -203,6 +208,82 @@ def test_a_process_that_is_stuck_in_the_driver_hangs_nobody(tmp_path: Path, monk
         (tmp_path / "7" / name).write_text("B=2\0")
     processes.table()
     assert processes.environment(7) == {b"B": b"2"} and processes._hung == set()
+
+
+# -- an nvidia-smi that hangs, a shell with a child as a wrapper is
+
+
+def hanging_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Puts it first in PATH. What it gives waits until every question is asked, and tells the pids."""
+    program = folder / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\nsleep 600 &\nreadlink /proc/$$/fd/* > {folder}/fds.$$; echo $$ $! >> {folder}/pids; wait\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def pids() -> list[int]:
+        told = (folder / "pids").read_text().split() if (folder / "pids").exists() else []
+        return [int(pid) for pid in told] if len(told) == 4 else []
+
+    return lambda: retry_until(pids)
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether they end; what is left is ended here."""
+    try:
+        retry_until(lambda: not any(map(exists, pids)), 5.0)
+    except AssertionError:
+        for pid in filter(exists, pids):
+            os.kill(pid, signal.SIGKILL)
+        return False
+    return True
+
+
+def test_a_view_that_fails_leaves_no_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, lock = hanging_smi(tmp_path, monkeypatch), tmp_path / "gpu0.lock"
+    pids: list[int] = []
+    monkeypatch.setattr(probe, "holders", lambda: pids.extend(asked()) or [])
+    (tmp_path / "runs").write_text("")  # a file
+    descriptor = os.open(lock, os.O_CREAT)
+    os.set_inheritable(descriptor, True)
+    try:
+        with pytest.raises(NotADirectoryError):
+            gpuview.view(tmp_path, ["index"], ["pid"], 600.0)
+    finally:
+        os.close(descriptor)
+    assert gone(pids)
+    inherited = [file.read_text() for file in tmp_path.glob("fds.*")]
+    assert len(inherited) == 2 and not [text for text in inherited if str(lock) in text]
+
+
+def test_an_nvidia_smi_that_is_too_late_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hanging_smi(tmp_path, monkeypatch)
+    started = gpuasked.Asked({name: ["nvidia-smi", name] for name in "ab"}, 0.0)
+    pids = asked()
+    assert [(it["code"], it["why"]) for it in started.answers().values()] == [
+        (None, "nvidia-smi gave no answer in 0 s")
+    ] * 2
+    assert gone(pids)
+    started.end()  # nothing is left to end
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_view_that_is_ended_ends_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """As a terminal that is closed ends it: the signal goes to all of its process group."""
+    asked = hanging_smi(tmp_path, monkeypatch)
+    parameters = {"path": str(tmp_path), "fields": ["index"], "apps": ["pid"], "seconds": 600.0}
+    command = bundle.command(sys.executable, "gpuview", parameters, bare=True)
+    with subprocess.Popen(command.argv, stdin=subprocess.PIPE, start_new_session=True) as view:
+        assert view.stdin is not None
+        view.stdin.write(command.stdin)
+        view.stdin.close()
+        pids = asked()
+        os.killpg(view.pid, number)
+        assert gone(pids)
+    assert view.returncode == 128 + number
 
 
 # -- containers and inventories
