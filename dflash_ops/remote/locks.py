@@ -6,8 +6,11 @@ Standard library only, Python >= 3.9. (rundir and logfile, of which each run kee
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import shlex
+import stat
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 from dflash_ops.remote.answers import Fault
 
 _EVERY = 0.1
+_WORDS_BYTES = 1000  # of who holds a lock, at most
 
 
 @contextlib.contextmanager
@@ -23,24 +27,55 @@ def named(
     path: Path, name: str, doing: str, parameters: dict[str, Any], on_wait: Callable[[], None] = lambda: None
 ) -> Generator[None, None, None]:
     """Holds <path>/locks/NAME.lock, which says who (`client`) has it since when. Fault("busy"), which says who does
-    `doing`, after `patience` seconds. on_wait: called once, when another has it."""
-    with (path / "locks" / f"{name}.lock").open("a+") as file:
+    `doing`, after `patience` seconds; Fault("preflight") when something else has the file's place. on_wait: called
+    once, when another has it."""
+    descriptor = _open(path / "locks" / f"{name}.lock")
+    try:
         deadline, waiting = time.monotonic() + parameters["patience"], False
-        while not take(file.fileno()):
+        while not take(descriptor):
             if not waiting:
                 waiting = True
                 on_wait()
             if time.monotonic() > deadline:
-                file.seek(0)
-                holder = file.read().strip() or "somebody"
+                holder = os.pread(descriptor, _WORDS_BYTES, 0).decode("utf-8", "replace").strip() or "somebody"
                 raise Fault("busy", f"another {doing} is going on", f"held by {holder}", "run it again later")
             time.sleep(_EVERY)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with contextlib.suppress(OSError):  # the words are a courtesy; a full disk is met, and told, later
-            file.truncate(0)
-            file.write(f"{parameters['client']} since {since}\n")
-            file.flush()
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{parameters['client']} since {since}\n".encode("utf-8", "replace"))
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(place: Path) -> int:
+    """A descriptor of the lock's file, which is made when it is not there. Never another file by way of a link, for
+    its text is replaced; and no wait for whoever has a fifo's other end."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(place, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ENOENT) and os.path.lexists(place.parent):
+            raise _in_the_way(place, place.parent) from None
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise _in_the_way(place, place) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _in_the_way(place, place)
+    return descriptor
+
+
+def _in_the_way(lock: Path, thing: Path) -> Fault:
+    """thing: what is no regular file, or no folder, where the lock must be."""
+    kind = stat.S_IFMT(os.lstat(thing).st_mode)
+    what = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFREG: "a file"}
+    must = "a regular file" if thing == lock else "a folder"
+    why = f"{thing} is {what.get(kind, 'something else')}, and must be {must}"
+    remove = "rm -r" if kind == stat.S_IFDIR else "rm"
+    advice = f"remove it, in the container: {remove} {shlex.quote(str(thing))}"
+    return Fault("preflight", f"the lock {lock.name} can't be held", why, advice, str(lock))
 
 
 def take(descriptor: int) -> bool:

@@ -6,10 +6,14 @@ Each refusal says what is missing and what to do. Standard library only, Python 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Collection
@@ -28,6 +32,10 @@ _NAMED = {"target.path": "models", "data.train": "data", "data.heldout": "data",
 # A card that somebody else uses: more than a desktop or a persistence daemon takes.
 _TAKEN_SHARE = 0.1
 _FREE_SECONDS = 3.0
+# What the release's check says before its answer may begin as JSON does: so many lines of that kind are tried.
+_ANSWER_BEGINS, _TRIED = re.compile(rb"^\{", re.MULTILINE), 10
+_NOT_CHECKED = "models and data were not checked: the release's check gave no answer"
+_SHOWN = 200  # characters of a name that a message quotes
 
 
 def look(parameters: dict[str, Any]) -> gpuproof.Picture | None:
@@ -56,7 +64,7 @@ def check(
 ) -> list[str]:
     """Fault when something is missing; else what could not be checked, one line each. leaving: pids that will have
     ended by the start. picture: a look at the GPUs of a moment ago."""
-    notes: list[str] = []
+    notes: list[str] = [_NOT_CHECKED] if parameters.get("unchecked_config") else []
     gpus: list[int] | None = parameters["gpus"]
     _shared_memory(len(gpus or []))
     _room(path, parameters, resumed)
@@ -69,20 +77,24 @@ def check(
 
 
 def checked_config(file: Path, release: Path, python: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The config as the release's own trainer reads it: --set, preset and defaults in it; empty when that trainer does
-    not tell. Fault when it refuses it."""
+    """The config as the release's own trainer reads it: --set, preset and defaults in it. When that trainer does not
+    tell, it is empty, and `check` says so: "unchecked_config" is set in the parameters. Fault when it refuses it."""
     words = [python, "-m", "trainer", "check", str(file), "--json"]
     for setting in parameters["set"]:
         words += ["--set", setting]
     try:
         code, told, said = _run_with_beats(words, release, CHECK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        look = f"cd {shlex.quote(str(release))} && {shlex.quote(python)} -v -m trainer check --help"
+        advice = f"start again; if it hangs again, see where, in the container: {look}"
+        why = f"no answer in {CHECK_SECONDS:g} s"
+        raise Fault("preflight", "the release's check of the config hangs", why, advice) from None
+    except OSError as error:
         raise Fault("preflight", "the release can't check the config", str(error), "dflash-ops deploy") from None
     if code == 0:
-        try:
-            return dict(json.loads(told))
-        except (ValueError, TypeError):
-            return {}
+        config = _answer_in(told)
+        parameters["unchecked_config"] = config is None
+        return config or {}
     lines = [line for line in said.decode("utf-8", "replace").strip().split("\n") if line.strip()]
     # The user knows the file by the name on their own machine.
     why = (lines[-1] if lines else f"exit code {code}").replace(str(file), parameters["config_name"])
@@ -91,10 +103,30 @@ def checked_config(file: Path, release: Path, python: str, parameters: dict[str,
     raise Fault("preflight", f"the trainer of release {release.name} does not run", why, "dflash-ops deploy")
 
 
+def _answer_in(told: bytes) -> dict[str, Any] | None:
+    """The first JSON object that begins a line; None when there is none. Libraries that the trainer loads may say
+    something before it, or after."""
+    for begin in itertools.islice(_ANSWER_BEGINS.finditer(told), _TRIED):
+        try:
+            return dict(json.JSONDecoder().raw_decode(told[begin.start() :].decode())[0])
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
 def _run_with_beats(words: list[str], folder: Path, seconds: float) -> tuple[int, bytes, bytes]:
-    """Exit code, stdout and stderr of a command that may take a while."""
+    """Exit code, stdout and stderr of a command that may take a while. TimeoutExpired when it takes longer; then
+    nothing of its session lives on."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        asked = subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, close_fds=True)
+        asked = subprocess.Popen(
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            close_fds=True,
+            start_new_session=True,
+        )
 
         def ended() -> bool:
             return asked.poll() is not None
@@ -105,11 +137,14 @@ def _run_with_beats(words: list[str], folder: Path, seconds: float) -> tuple[int
             ):
                 raise subprocess.TimeoutExpired(words[1:4], seconds)
         finally:
-            asked.kill()
-            asked.wait()
+            if asked.returncode is None:  # not reaped: the number of its group can't be somebody else's yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(asked.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal ends it
+                    asked.wait(1.0)
         out.seek(0)
         errors.seek(0)
-        return asked.returncode, out.read(), errors.read()
+        return asked.wait(), out.read(), errors.read()
 
 
 def check_named(config: dict[str, Any], release: Path, parameters: dict[str, Any], resumed: Path | None) -> None:
@@ -125,8 +160,8 @@ def check_named(config: dict[str, Any], release: Path, parameters: dict[str, Any
         said = named.get(key)
         if not isinstance(said, str) or (said.startswith("~") and "HOME" in parameters["env_names"]):
             continue
-        place = os.path.join(release, said if key == "init_from" else os.path.expanduser(said))
-        absent = "" if os.path.exists(place) else f"no {place}"
+        place = os.path.join(release, said if key == "init_from" else _at_home(said))
+        absent = "" if os.path.exists(place) else f"no {_quoted(place)}"
         if why := _lack_of_model(said, place) if kind == "models" else absent:
             lacking[key] = why
             advice.append(_advice(key, said, os.path.normpath(place), kind, parameters["path"]))
@@ -136,16 +171,33 @@ def check_named(config: dict[str, Any], release: Path, parameters: dict[str, Any
         raise Fault("preflight", what, reasons, "; ".join(dict.fromkeys(advice)))
 
 
+def _at_home(said: str) -> str:
+    try:
+        return os.path.expanduser(said)
+    except ValueError:  # a user's name with a NUL in it
+        return said
+
+
+def _quoted(name: str) -> str:
+    """A name as a message shows it: on one line, and its middle left out where it is long."""
+    if len(name) > _SHOWN:
+        name = f"{name[: _SHOWN // 2]}…{name[1 - _SHOWN // 2 :]}"
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in name)
+
+
 def _lack_of_model(said: str, place: str) -> str:
     """Why there is no model; empty when there is one, or when the trainer would take it for a hub name, which is not
     looked for here. A hub name has one slash at most."""
     if os.path.exists(place):
-        return "" if os.path.isfile(os.path.join(place, "config.json")) else f"no config.json in {place}"
-    return f"no {place}" if said.startswith(("/", ".", "~")) or said.count("/") > 1 else ""
+        return "" if os.path.isfile(os.path.join(place, "config.json")) else f"no config.json in {_quoted(place)}"
+    return f"no {_quoted(place)}" if said.startswith(("/", ".", "~")) or said.count("/") > 1 else ""
 
 
 def _advice(key: str, said: str, place: str, folder: str, path: str) -> str:
-    """How what is lacking comes into the container, and what the config must say then."""
+    """How what is lacking comes into the container, and what the config must say then. No command for a name that a
+    message can't show as it is: the command would name another file."""
+    if _quoted(said) != said or _quoted(place) != place:
+        return f"correct {key}"
     name, inside = os.path.basename(place), os.path.relpath(place, path)
     if inside.startswith("shared/"):
         return f"dflash-ops put {shlex.quote(name)} {shlex.quote(os.path.dirname(inside))}/, or correct {key}"

@@ -27,6 +27,7 @@ if words[0] == "check":
     time.sleep(float(does.get("check_seconds", 0)))
     if "steeps" in does or "steeps=1" in words:
         sys.exit(sys.stderr.write(f"{words[1]}: steeps: not known; did you mean steps?\n") and 3)
+    print(does.get("check_says", "{}"))
     sys.exit(0)
 run_dir = Path(words[2])
 asked = []

@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from dflash_ops.remote import locks
+from dflash_ops.remote import answers, locks
+
+PARAMETERS = {"client": "tester", "patience": 0.0}
 
 
 @pytest.mark.parametrize("how", [fcntl.LOCK_SH, fcntl.LOCK_EX])
@@ -35,3 +38,50 @@ def test_a_link_is_no_lock_and_what_can_not_be_told_is_held(tmp_path: Path, monk
 
     monkeypatch.setattr(fcntl, "flock", refuses)
     assert locks.is_held(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo", "socket", "locks", "dangling locks"])
+def test_what_is_no_file_in_a_locks_place_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a link leads to keeps its text."""
+    (theirs := tmp_path / "theirs").write_text("precious")
+    (tmp_path / "locks").mkdir()
+    monkeypatch.chdir(tmp_path)  # a socket's path may be short only
+    place = Path("locks", "deploy.lock")
+    if kind == "link":
+        place.symlink_to(theirs)
+    elif kind == "dangling":
+        place.symlink_to(tmp_path / "nothing")
+    elif kind == "folder":
+        place.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as it:
+            it.bind(str(place))
+    else:
+        place = place.parent
+        place.rmdir()
+        place.touch() if kind == "locks" else place.symlink_to("nothing")
+    with pytest.raises(answers.Fault) as caught, locks.named(tmp_path, "deploy", "deploy", PARAMETERS):
+        raise AssertionError("it is held")
+    parts = caught.value.parts
+    assert answers.EXIT_CODES[caught.value.kind] == 6
+    assert "deploy.lock" in parts["what"] and parts["where"] == str(tmp_path / "locks" / "deploy.lock")
+    assert f"{tmp_path / place} is a" in parts["why"] or kind == "socket"
+    assert parts["next"].endswith(f"rm {'-r ' if kind == 'folder' else ''}{tmp_path / place}")
+    assert theirs.read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+def test_a_lock_says_who_has_it_whatever_their_name(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    place = tmp_path / "locks" / "deploy.lock"
+    place.write_bytes(b"\xff" * 5000)
+    with locks.named(tmp_path, "deploy", "deploy", {**PARAMETERS, "client": "m\udcff"}):
+        assert place.read_text().startswith("m? since 2")
+        with pytest.raises(answers.Fault, match="another deploy is going on") as caught:
+            locks.named(tmp_path, "deploy", "deploy", PARAMETERS).__enter__()
+        assert caught.value.parts["why"].startswith("held by m? since 2")
+    with locks.named(tmp_path, "deploy", "deploy", PARAMETERS):
+        assert place.read_text().startswith("tester since 2")

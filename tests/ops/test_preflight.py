@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
@@ -250,6 +251,102 @@ def test_what_is_there_or_may_be_a_hub_name_is_not_refused(real: LocalBox, tmp_p
 
 
 def test_a_trainer_that_tells_nothing_of_its_config_starts(box: LocalBox) -> None:
-    """And --init-from is looked for where the trainer looks."""
+    """With a note of it; and --init-from is looked for where the trainer looks."""
     (box.path / "releases" / stand_in.RELEASE / "drafter").mkdir()
-    box.ended(box.start("a", "steps = 1", init_from="drafter"))
+    code, reply = box.try_start("a", "steps = 1\ncheck_says = [1]", init_from="drafter")
+    assert (code, reply["notes"]) == (0, [preflight._NOT_CHECKED])
+    assert "not checked" in reply["notes"][0]
+    box.ended(box.path / "runs" / reply["facts"]["run_id"])
+
+
+def told_by(release: Path, code: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """What the check of a trainer that is this code gives."""
+    (release / "trainer").mkdir(parents=True, exist_ok=True)
+    (release / "trainer" / "__init__.py").touch()
+    (release / "trainer" / "__main__.py").write_text(f"import sys, os, json, time\n{code}\n")
+    return preflight.checked_config(release / "config.toml", release, sys.executable, parameters)
+
+
+NAMES = '{"data": {"train": "/none.jsonl"}}'
+NO_ANSWERS = (
+    "b''",
+    "b'[1, 2]'",
+    "b'3'",
+    "b'{'",
+    "b'{\\xff'",
+    'b\'{"a": "\\xff"}\'',
+    "b'{\"a\":' * 100_000",
+    "b'{\\n' * 100",
+)
+
+
+def test_what_is_said_around_the_checks_answer_is_passed_over(tmp_path: Path) -> None:
+    """A line of a library's before it must not turn off the check of model and data."""
+    parameters = stand_in.start_parameters(tmp_path, "a", "")
+    for words in (NAMES, f"warning: old driver\n{NAMES}", f"\n{{not JSON}}\n{NAMES}\nbye", f"\udcff\n{NAMES}"):
+        data = words.encode("utf-8", "surrogateescape")
+        config = told_by(tmp_path, f"sys.stdout.buffer.write({data!r})", parameters)
+        with pytest.raises(answers.Fault) as caught:
+            preflight.check_named(config, tmp_path, parameters, None)
+        assert caught.value.parts["why"] == "data.train: no /none.jsonl"
+        assert preflight.check(tmp_path, {**parameters, "gpus": []}, None) == []
+
+
+@pytest.mark.parametrize("words", NO_ANSWERS)
+def test_a_check_without_an_answer_is_a_note(tmp_path: Path, words: str) -> None:
+    parameters = stand_in.start_parameters(tmp_path, "a", "", gpus=[])
+    assert told_by(tmp_path, f"sys.stdout.buffer.write({words})", parameters) == {}
+    notes = preflight.check(tmp_path, parameters, None)
+    assert notes == ["models and data were not checked: the release's check gave no answer"]
+
+
+def test_a_check_that_hangs_is_said_and_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until = processes.wait_until
+
+    def till_limit(*_: Any, **__: Any) -> bool:
+        assert wait_until((tmp_path / "child").exists, 30.0)
+        return False  # the time is over
+
+    monkeypatch.setattr(processes, "wait_until", till_limit)
+    code = """
+if not os.fork():
+    open("draft", "w").write(str(os.getpid()))
+    os.rename("draft", "child")
+time.sleep(1000)"""
+    with pytest.raises(answers.Fault) as caught:
+        told_by(tmp_path, code, stand_in.start_parameters(tmp_path, "a", ""))
+    child = processes.read(int((tmp_path / "child").read_text()))
+    try:
+        assert child is None or wait_until(lambda: not processes.alive(child.identity()), 5.0)
+    finally:
+        if child is not None:
+            processes.send(child, signal.SIGKILL)
+    parts = caught.value.parts
+    assert (caught.value.kind, parts["why"]) == ("preflight", "no answer in 60 s")
+    assert f"cd {tmp_path} && {sys.executable} -v -m trainer check --help" in parts["next"]
+
+
+def test_a_refusal_shows_names_short_and_on_one_line(tmp_path: Path) -> None:
+    """And tells no command that would be about another file."""
+    parameters = stand_in.start_parameters(tmp_path, "a", "")
+
+    def refusal(train: str) -> tuple[str, str]:
+        with pytest.raises(answers.Fault) as caught:
+            preflight.check_named({"data": {"train": train}}, tmp_path, parameters, None)
+        return caught.value.parts["why"], caught.value.parts["next"]
+
+    why, advice = refusal("/begin/" + "x" * 3_000_000 + "/end.jsonl")
+    assert why.startswith("data.train: no /begin/xxx") and why.endswith("xxx/end.jsonl") and "…" in why
+    assert len(why) < 230 and advice == "correct data.train"
+    for name, shown in (
+        ("/a\nb", "/a\\nb"),
+        ("/a\x1b[2J", "/a\\x1b[2J"),
+        ("/a\0b", "/a\\x00b"),
+        ("/\udcff", "/\\udcff"),
+    ):
+        assert refusal(name) == (f"data.train: no {shown}", "correct data.train")
+    assert refusal("~a\0b/c") == (f"data.train: no {tmp_path}/~a\\x00b/c", "correct data.train")
+    why, advice = refusal("/my données.jsonl")
+    assert why.endswith("no /my données.jsonl") and "put '/my données.jsonl' shared/data/" in advice
