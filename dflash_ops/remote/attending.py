@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ _LAST_LINES = 40
 _LINE_BYTES = 1 << 16  # what is longer is passed on in pieces: a bar of progress may have no line end at all
 _READ_BYTES = 1 << 16  # as much as a pipe holds
 _KILL_SECONDS = 10.0
+_LOOK_SECONDS = 0.2  # how often the silence is judged while the other end takes nothing
 
 
 class Attending:
@@ -47,7 +49,8 @@ class Attending:
         self, words: list[str], env: Mapping[str, str], *, cwd: str = "/", out: IO[bytes] | None = None
     ) -> tuple[int, list[str]]:
         """Runs a program to its end; gives its exit code and its last lines. Each line is passed on as {"event":
-        "line"}; with `out` only those of stderr, and stdout goes there. Fault when the other end leaves."""
+        "line"}; with `out` only those of stderr, and stdout goes there. Fault when the other end leaves. What the
+        program has left in its process group is killed."""
         program = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -60,14 +63,15 @@ class Attending:
         stream = program.stdout if out is None else program.stderr
         assert stream is not None
         try:
-            return self._follow(program, stream.fileno())
+            lines = self._follow(program, stream.fileno())
         finally:
-            if program.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(program.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it
-                    program.wait(_KILL_SECONDS)
+            # Nobody has waited for it yet, so its number, and that of its group, is nobody else's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+                program.wait(_KILL_SECONDS)
             stream.close()
+        return program.returncode, lines
 
     def _listen(self, seconds: float) -> bool:
         """Reads what has come; False when it has left, or was silent for too long."""
@@ -78,28 +82,60 @@ class Attending:
             return bool(part)
         return time.monotonic() - self._heard_at < _SILENCE_SECONDS
 
-    def _follow(self, program: subprocess.Popen[bytes], stream: int) -> tuple[int, list[str]]:
+    def _tell(self, said: str) -> None:
+        """Writes lines of JSON. While the other end takes nothing, it is listened to: Fault when it has left."""
+        rest = memoryview(said.encode())
+        while rest:
+            if select.select([0], [1], [], _LOOK_SECONDS)[1]:
+                try:
+                    rest = rest[os.write(1, rest[: select.PIPE_BUF]) :]  # no more, else it may block all the same
+                except (BrokenPipeError, ConnectionResetError):
+                    raise _left(half_said=True) from None
+            elif not self._listen(0):
+                raise _left(half_said=True)
+
+    def _follow(self, program: subprocess.Popen[bytes], stream: int) -> list[str]:
         """Until the program has ended, whether or not its stream has: a program may close it and work on, and a child
-        that lives on may keep it open."""
-        rest, lines, is_open, beat = b"", list[str](), True, time.monotonic() + _BEAT_SECONDS
+        that lives on may keep it open. Gives its last lines."""
+        rest, lines, is_open = b"", deque[str](maxlen=_LAST_LINES), True
+        beat = time.monotonic() + _BEAT_SECONDS
+        head = _event("line")[:-2]  # made once: there may be millions of lines
         while True:
-            code = program.poll()  # before the read: then that is all that it said
-            patience = 0.0 if code is not None else 0.2 if is_open else 0.02
+            ended = _has_ended(program)  # before the read: then that is all that it said
+            patience = 0.0 if ended else 0.2 if is_open else 0.02
             ready = select.select([0, stream] if is_open else [0], [], [], patience)[0]
             if not self._listen(0):
-                raise Fault("failed", "the link broke while a program ran in the container", "", "run it again")
+                raise _left()
             if time.monotonic() > beat:
                 beat = time.monotonic() + _BEAT_SECONDS
-                answers.say({"event": "busy"})
+                self._tell(_event("busy"))
             part = os.read(stream, _READ_BYTES) if stream in ready else b""
             is_open = is_open and (stream not in ready or bool(part))
             *whole, rest = (rest + part).split(b"\n")
-            if len(rest) > _LINE_BYTES or not is_open or code is not None:
+            if len(rest) > _LINE_BYTES or not is_open or ended:
                 whole, rest = [*whole, rest], b""
-            for line in whole:
-                text = line.decode("utf-8", "replace").strip()
-                if text:
-                    lines = [*lines[-_LAST_LINES:], text]
-                    answers.say({"event": "line", "text": text})
-            if code is not None:
-                return code, lines
+            texts = [text for line in whole if (text := line.decode("utf-8", "replace").strip())]
+            lines.extend(texts)
+            self._tell("".join([f'{head}, "text": {json.dumps(text)}}}\n' for text in texts]))
+            if ended:
+                return list(lines)
+
+
+def _event(name: str) -> str:
+    """An event without more to it, as `answers.say` says it; ends with `}` and the line's end."""
+    return json.dumps({"schema_version": answers.SCHEMA_VERSION, "ok": True, "event": name}) + "\n"
+
+
+def _has_ended(program: subprocess.Popen[bytes]) -> bool:
+    """Whether it has, without taking its exit code: until somebody does, its number is not given to another."""
+    return os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _left(*, half_said: bool = False) -> Fault:
+    """The fault when the other end has left. Nobody may take what is said from now on, or half a line lies before it:
+    then it goes nowhere, else the saying of it would never end. Where a write would pass, it is said."""
+    if half_said or not select.select([], [1], [], 0)[1]:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return Fault("failed", "the link broke while a program ran in the container", "", "run it again")
