@@ -295,7 +295,7 @@ def exists(pid: int) -> bool:
     """Whether the process lives; a zombie does not."""
     try:
         return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
         return False
 
 

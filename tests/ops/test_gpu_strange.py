@@ -232,7 +232,7 @@ def hanging_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], l
 def gone(pids: list[int]) -> bool:
     """Whether they end; what is left is ended here."""
     try:
-        retry_until(lambda: not any(map(exists, pids)), 5.0)
+        retry_until(lambda: not any(map(exists, pids)), 30.0)
     except AssertionError:
         for pid in filter(exists, pids):
             os.kill(pid, signal.SIGKILL)

@@ -56,7 +56,7 @@ WIDE = ['layout.targets=["cuda:0-4"]', 'layout.drafters=["cuda:5-7"]', "train.mi
             [],
             f"target ran out of memory on cuda:0 with 4 rows of 128 tokens, 8 anchors each: {SAID}; lower "
             'train.micro_rows or data.row_tokens, or spread the target over more GPUs (layout.targets = ["cuda:0+1"]) '
-            "(by estimate the largest part of 2 MiB there is target's forward: 1 MiB)",
+            "(by estimate the largest part of 1 MiB there is target's forward: 1 MiB)",
         ),
         (
             "drafter",
@@ -71,7 +71,7 @@ WIDE = ['layout.targets=["cuda:0-4"]', 'layout.drafters=["cuda:5-7"]', "train.mi
             0,
             ["train.micro_rows=1", 'layout.drafters=["cuda:0"]', "layout.depth=1"],
             "drafter ran out of memory on cuda:0 with 1 row of 128 tokens, 8 anchors each: "
-            f"{SAID}; lower train.chunk_blocks, train.anchors or data.row_tokens, or spread the target",
+            f"{SAID}; lower train.chunk_blocks, train.anchors or layout.queue_mib, or spread the target",
         ),
         # Its features arrive on a drafter's GPU.
         (
@@ -95,7 +95,7 @@ WIDE = ['layout.targets=["cuda:0-4"]', 'layout.drafters=["cuda:5-7"]', "train.mi
             7,
             WIDE,
             "the main thread ran out of memory on cuda:7 with forwards of 2 rows of 128 tokens, 8 anchors each: "
-            f"{SAID}; lower train.micro_rows, train.chunk_blocks, train.anchors or layout.depth (by estimate",
+            f"{SAID}; lower layout.depth, layout.queue_mib, train.micro_rows or train.chunk_blocks (by estimate",
         ),
         (
             None,
