@@ -4,6 +4,7 @@ Verbs are imported when they are called: `--help` needs neither torch nor an ssh
 """
 
 import contextlib
+import errno
 import gc
 import getpass
 import os
@@ -37,6 +38,11 @@ _COMMANDS = {
     "ct": ("cli_ct", "app"),
     "sandbox": ("sandbox.cli", "app"),
 }
+
+# The exit code when the reader of our output has gone: that of a program which SIGPIPE ends, as in `exec`.
+_UNREAD = 128 + signal.SIGPIPE
+# After Ctrl-C, for whoever reads what is still to be written.
+_UNREAD_SECONDS = 1.0
 
 
 def _tell_version(wanted: bool) -> None:
@@ -91,7 +97,7 @@ def __getattr__(name: str) -> Any:
 
 def main() -> NoReturn:
     """Runs the app, for __main__.py, and turns every error into one line and an exit code. (Typer itself ends it
-    quietly with 130 at Ctrl-C, and when a reader of its output has gone.)"""
+    quietly with 130 at Ctrl-C, and with 1 when a reader of its output has gone.)"""
     # Most of a command's time goes into loading modules, a sixth of that into looking through them for garbage.
     gc.set_threshold(100_000, 50, 50)
     # A thread that connects waits for many small answers; each time the one that loads would keep it out for 5 ms.
@@ -107,12 +113,17 @@ def main() -> NoReturn:
         code = 0
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
+        if isinstance(done.__context__, BrokenPipeError):
+            code = _UNREAD
     except KeyboardInterrupt:  # while modules load
         code = 128 + signal.SIGINT
     except OpsError as error:
         code = _told(error.line(), error.exit_code, debug)
     except Exception as error:
-        if isinstance(error, RuntimeError) and (fault := _no_home()) is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # help is written by Typer
+            render.discard()
+            code = _told(render.unwritten(error).line(), OpsError.exit_code, debug)
+        elif isinstance(error, RuntimeError) and (fault := _no_home()) is not None:
             code = _told(fault.line(), fault.exit_code, debug)
         else:
             code = _told(f"{type(error).__name__}: {error}. Next: the same with `dflash-ops --debug ...`", 1, debug)
@@ -164,13 +175,18 @@ def _told(line: str, code: int, debug: bool) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process. A reader that has gone (`| head`) is no error, a full disk under `> file` is."""
+    """Ends the process. A reader that has gone (`| head`) is told of by the exit code alone, unless that says more; a
+    full disk under `> file` is an error."""
     leaving.now()
+    if code == 128 + signal.SIGINT:  # who reads it may have stopped, and keep it open
+        signal.signal(signal.SIGALRM, lambda number, frame: os._exit(code))
+        signal.setitimer(signal.ITIMER_REAL, _UNREAD_SECONDS)
     try:
         with render.written():
             sys.stdout.flush()
     except BrokenPipeError:
         render.discard()
+        code = code or _UNREAD
     except OpsError as error:
         code = _told(error.line(), error.exit_code, debug=False)
     with contextlib.suppress(OSError):

@@ -104,8 +104,13 @@ def written(descriptor: int = 1) -> Generator[None, None, None]:
         raise
     except OSError as error:
         discard(descriptor)
-        why = error.strerror or str(error)
-        raise OpsError("the output can't be written", why=why, next="free some space, or write elsewhere") from error
+        raise unwritten(error) from error
+
+
+def unwritten(error: OSError) -> OpsError:
+    """What a user is told of a full disk, or another fault of it, under our output."""
+    why, where = error.strerror or str(error), str(error.filename or "")
+    return OpsError("the output can't be written", where=where, why=why, next="free some space, or write elsewhere")
 
 
 def discard(descriptor: int = 1) -> None:

@@ -157,9 +157,23 @@ def test_streams_that_are_closed_or_full(cli: Cli) -> None:
     assert through_a_shell("releases", redirected=">&-").stderr == b""
     failed = through_a_shell("put", "x", redirected="2>&-")
     assert (failed.returncode, failed.stdout) == (2, b"")
-    for words in (("releases",), ("releases", "--json"), ("exec", "echo", "hi")):
+    for words in (("releases",), ("releases", "--json"), ("exec", "echo", "hi"), ("train", "start", "--help")):
         done = through_a_shell(*words, redirected=">/dev/full")
         assert done.returncode == 1 and "the output can't be written: No space left on device" in one_line(done)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_told_of_by_the_exit_code_alone(cli: Cli, unbuffered: str) -> None:
+    """That of a program which SIGPIPE ends, be it help, a line, a table, or a document that waits for the last flush;
+    of a command that failed, its own."""
+    cases = {("--help",): 141, ("--version",): 141, ("releases",): 141, ("releases", "--json"): 141, ("rollback",): 8}
+    for words, code in cases.items():
+        reading, writing = os.pipe()
+        os.close(reading)
+        environment = {**cli.environment(), "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(cli.words(*words), env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+        os.close(writing)
+        assert (done.returncode, done.stderr == b"") == (code, code == 141), (words, done.stderr)
 
 
 def test_ctrl_c_ends_it_with_a_line(cli: Cli) -> None:

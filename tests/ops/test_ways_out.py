@@ -1,6 +1,7 @@
 """Nobody waits for ever and nobody is left in the dark: an attempt to connect that many wait for, a board that can't
 speak, a terminal that changes, a link that is silent, an answer that is lost."""
 
+import contextlib
 import errno
 import os
 import select
@@ -171,6 +172,29 @@ cli.main()
         stderr=subprocess.PIPE,
     )
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_ctrl_c_ends_a_command_whose_reader_reads_no_more() -> None:
+    """It keeps its end open, so that a write never ends; and some of what was said waits in a buffer still."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * select.PIPE_BUF)
+    os.set_blocking(writing, True)
+    words = [sys.executable, "-m", "dflash_ops", "--help"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(words, env=environment, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        where = Path(f"/proc/{process.pid}/wchan")
+        until(lambda: "pipe_write" in where.read_text())
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    os.close(reading)
+    assert (process.returncode, err) == (130, b"")
 
 
 # -- a terminal
