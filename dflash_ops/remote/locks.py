@@ -26,9 +26,9 @@ _WORDS_BYTES = 1000  # of who holds a lock, at most
 def named(
     path: Path, name: str, doing: str, parameters: dict[str, Any], on_wait: Callable[[], None] = lambda: None
 ) -> Generator[None, None, None]:
-    """Holds <path>/locks/NAME.lock, which says who (`client`) has it since when. Fault("busy"), which says who does
-    `doing`, after `patience` seconds; Fault("preflight") when something else has the file's place. on_wait: called
-    once, when another has it."""
+    """Holds <path>/locks/NAME.lock, which says who (`client`) has it since when; both are made when they are not there.
+    Fault("busy"), which says who does `doing`, after `patience` seconds; Fault("preflight") when something else has the
+    file's place. on_wait: called once, when another has it."""
     descriptor = _open(path / "locks" / f"{name}.lock")
     try:
         deadline, waiting = time.monotonic() + parameters["patience"], False
@@ -54,9 +54,10 @@ def _open(place: Path) -> int:
     its text is replaced; and no wait for whoever has a fifo's other end."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(place, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ENOENT) and os.path.lexists(place.parent):
+        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT) and os.path.lexists(place.parent):
             raise _in_the_way(place, place.parent) from None
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
             raise _in_the_way(place, place) from None

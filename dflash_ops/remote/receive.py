@@ -58,11 +58,10 @@ def deploy(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     manifest = talk.hear()
     if manifest is None:
         raise Left
-    _make_folders(path)
     files, folders = manifest["files"], manifest["folders"]
     with (
         _incoming(path, str(parameters["part"])) as part,
-        locks.named(path, "deploy", "deploy", parameters, on_wait=lambda: answers.say({"event": "waiting"})),
+        _locked(path, parameters, on_wait=lambda: answers.say({"event": "waiting"})),
         _cleared(path, parameters["activate"], part),
         build.building(path, files, folders, ids, talk.check) as release,
     ):
@@ -130,8 +129,7 @@ def rollback(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
     release: str | None = parameters["release"]
     if not releases.names(path):
         raise Fault("not_found", "there are no releases yet", "", "dflash-ops deploy", str(path))
-    _make_folders(path)
-    with locks.named(path, "deploy", "deploy", parameters):
+    with _locked(path, parameters):
         _refuse_folder(path)
         names, now = releases.names(path), releases.current(path)
         if release is None:
@@ -167,9 +165,8 @@ def prune(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 
     if not (path / "releases").is_dir():
         return {"current": None, "removed": [], "kept": [], "freed_bytes": 0}
-    _make_folders(path)
     # A start that is going on has chosen its release already, and shows it to nobody yet.
-    with locks.named(path, "deploy", "deploy", parameters), rundir.start_lock(path, parameters["patience"]):
+    with _locked(path, parameters), rundir.start_lock(path, parameters["patience"]):
         names, now = releases.names(path), releases.current(path)
         reasons = _used_releases(path)
         if now is not None:
@@ -266,10 +263,16 @@ _VERBS: dict[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
 # -- parts of them
 
 
-def _make_folders(path: Path) -> None:
-    for name in ("releases", "runs", "shared/data", "locks"):
-        (path / name).mkdir(parents=True, exist_ok=True)
-    (path / "incoming").mkdir(mode=0o700, exist_ok=True)
+@contextlib.contextmanager
+def _locked(
+    path: Path, parameters: dict[str, Any], on_wait: Callable[[], None] = lambda: None
+) -> Generator[None, None, None]:
+    """Holds the lock of all that changes releases; whoever has it makes the folders."""
+    with locks.named(path, "deploy", "deploy", parameters, on_wait=on_wait):
+        for name in ("releases", "runs", "shared/data"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        (path / "incoming").mkdir(mode=0o700, exist_ok=True)
+        yield
 
 
 @contextlib.contextmanager

@@ -13,10 +13,12 @@ import fcntl
 import json
 import os
 import re
+import shlex
+import stat
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dflash_ops.remote import cgroups, logfile, processes
 from dflash_ops.remote.answers import Fault, beat
@@ -97,19 +99,21 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]:
-    """Held while a run is being made, so that two starts, or a start and a stop, see each other whole."""
+    """Held while a run is being made, so that two starts, or a start and a stop, see each other whole. Fault("busy")
+    after so many seconds; Fault("preflight") when something else has the place of the lock's file."""
     with contextlib.ExitStack() as opened:
         try:
-            file = opened.enter_context(_lock_file(path))
+            descriptor = _lock_file(path)
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
             yield  # no file can be made there: nobody makes a run
             return
+        opened.callback(os.close, descriptor)
 
         def taken() -> bool:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             return True
@@ -120,15 +124,27 @@ def start_lock(path: Path, seconds: float = 30.0) -> Generator[None, None, None]
         yield
 
 
-def _lock_file(path: Path) -> IO[bytes]:
+def _lock_file(path: Path) -> int:
+    """A descriptor of the lock's file, which is made when it is not there; never another file by way of a link."""
     file = path / "locks" / "start.lock"
+    for place, must_be in ((file.parent, Path.is_dir), (file, _is_regular)):
+        if os.path.lexists(place) and not must_be(place):
+            why = f"{place} is in its place, and is no {'folder' if place != file else 'regular file'}"
+            remove = "rm -r" if place.is_dir() and not place.is_symlink() else "rm"
+            advice = f"remove it, in the container: {remove} {shlex.quote(str(place))}"
+            raise Fault("preflight", f"the lock {file.name} can't be held", why, advice, str(file))
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return open(file, "ab")
+        return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o666)
     except OSError as error:
         if error.errno != errno.EROFS or not file.exists():
             raise
-        return open(file, "rb")  # a lock needs no right to write
+        return os.open(file, os.O_RDONLY | flags)  # a lock needs no right to write
+
+
+def _is_regular(place: Path) -> bool:
+    return stat.S_ISREG(os.lstat(place).st_mode)
 
 
 def folders(path: Path) -> list[Path]:

@@ -88,9 +88,8 @@ def sync(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _only_one(path: Path, parameters: dict[str, Any]) -> Generator[None, None, None]:
-    for folder in ("env", "locks"):
-        (path / folder).mkdir(parents=True, exist_ok=True)
     with locks.named(path, "env", "env sync", parameters):
+        (path / "env").mkdir(exist_ok=True)
         yield
 
 

@@ -4,10 +4,11 @@ import fcntl
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dflash_ops.remote import answers, locks
+from dflash_ops.remote import answers, locks, receive, rundir, venv
 
 PARAMETERS = {"client": "tester", "patience": 0.0}
 
@@ -40,15 +41,16 @@ def test_a_link_is_no_lock_and_what_can_not_be_told_is_held(tmp_path: Path, monk
     assert locks.is_held(str(tmp_path / "file"))
 
 
+@pytest.mark.parametrize("name", ["deploy", "start"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo", "socket", "locks", "dangling locks"])
 def test_what_is_no_file_in_a_locks_place_is_refused(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what a link leads to keeps its text."""
     (theirs := tmp_path / "theirs").write_text("precious")
     (tmp_path / "locks").mkdir()
     monkeypatch.chdir(tmp_path)  # a socket's path may be short only
-    place = Path("locks", "deploy.lock")
+    place = Path("locks", f"{name}.lock")
     if kind == "link":
         place.symlink_to(theirs)
     elif kind == "dangling":
@@ -64,14 +66,30 @@ def test_what_is_no_file_in_a_locks_place_is_refused(
         place = place.parent
         place.rmdir()
         place.touch() if kind == "locks" else place.symlink_to("nothing")
-    with pytest.raises(answers.Fault) as caught, locks.named(tmp_path, "deploy", "deploy", PARAMETERS):
+    what = locks.named(tmp_path, name, name, PARAMETERS) if name != "start" else rundir.start_lock(tmp_path, 0.0)
+    with pytest.raises(answers.Fault) as caught, what:
         raise AssertionError("it is held")
     parts = caught.value.parts
     assert answers.EXIT_CODES[caught.value.kind] == 6
-    assert "deploy.lock" in parts["what"] and parts["where"] == str(tmp_path / "locks" / "deploy.lock")
-    assert f"{tmp_path / place} is a" in parts["why"] or kind == "socket"
+    assert f"{name}.lock" in parts["what"] and parts["where"] == str(tmp_path / "locks" / f"{name}.lock")
+    assert parts["why"].startswith(f"{tmp_path / place} is ")
     assert parts["next"].endswith(f"rm {'-r ' if kind == 'folder' else ''}{tmp_path / place}")
     assert theirs.read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+def test_nothing_is_made_where_the_locks_have_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = SimpleNamespace(hear=lambda: {"files": [], "folders": []}, check=lambda: None)
+    monkeypatch.setattr(receive, "Talk", lambda: talk)
+    deploying = {"user": None, "activate": True, "part": "deploy-0123abcd.part"}
+    there = {"locks", "releases", "env"}
+    for name in there - {"locks"}:
+        (tmp_path / name).mkdir()
+    (tmp_path / "locks").touch()
+    for verb in (receive.deploy, receive.prune, venv.prune):
+        with pytest.raises(answers.Fault, match="can't be held") as caught:
+            verb(tmp_path, {**PARAMETERS, **deploying, "keep": 1, "dry_run": False})
+        assert caught.value.parts["next"].endswith(f": rm {tmp_path / 'locks'}")
+        assert {it.name for it in tmp_path.iterdir()} == there
 
 
 def test_a_lock_says_who_has_it_whatever_their_name(tmp_path: Path) -> None:
