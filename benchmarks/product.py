@@ -16,7 +16,6 @@ none yet, it is filled at the end. tmux has to be installed.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -45,18 +44,14 @@ from dflash_ops.shell import Shell
 ROOT = Path(__file__).resolve().parents[1]
 MIB_APART = 10.0
 BOX = "/opt/dflash"  # the folder in the container
-MANY = 100_000  # steps: more than any of these runs does
-CALL_SECONDS = 150.0
+CALL_SECONDS = "150"
 # Of this machine, for the programs in the container: where packages and driver lie, what its owner has switched off.
 HANDED_ON = (
     "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
 )  # fmt: skip
+SELDOM = ("--set", "train.checkpoint_every=1000")  # a stop's own is enough where nothing is killed
 STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 STARTED = re.compile(r"^run (\S+) started", re.MULTILINE)
-
-
-class WrongError(Exception):
-    """What keeps a part from going on."""
 
 
 class Report:
@@ -64,19 +59,18 @@ class Report:
 
     def __init__(self, out: Path, environment: dict[str, str], folder: Path, seconds: float) -> None:
         self.out, self.environment, self.folder = out, environment, folder
-        self.began = time.monotonic()
-        self.ends = self.began + seconds
-        self.wrong: list[str] = []
-        self.facts: dict[str, Any] = {}
-        self.parts: dict[str, float] = {}
-        self.commands: list[dict[str, Any]] = []
+        self.began, self.ends = time.monotonic(), time.monotonic() + seconds
+        self.wrong, self.commands = list[str](), list[dict[str, Any]]()
+        self.facts, self.parts = dict[str, Any](), dict[str, float]()
         self._lock = threading.Lock()
         (out / "shown.txt").write_text("")
         self.write()
 
     def write(self) -> None:
         value = {"wrong": self.wrong, "seconds": self.age(), "parts": self.parts, **self.facts}
-        (self.out / "result.json").write_text(json.dumps({**value, "commands": self.commands}, indent=1) + "\n")
+        draft = self.out / ".result.json"  # never half of it: the machine may be gone the next moment
+        draft.write_text(json.dumps({**value, "commands": self.commands}, indent=1) + "\n")
+        draft.replace(self.out / "result.json")
 
     def age(self) -> float:
         return round(time.monotonic() - self.began, 1)
@@ -90,7 +84,7 @@ class Report:
         self.write()
 
     def part(self, name: str, verb: Callable[[], Any], *, always: bool = False) -> Any:
-        """What the part returns; None when it failed, or when no time was left to begin it."""
+        """What the part returns; None when it failed (by SystemExit: it said why), or when no time was left for it."""
         if time.monotonic() > self.ends and not always:
             self.amiss(f"{name}: no time was left for it")
             return None
@@ -98,11 +92,10 @@ class Report:
         self.say(name)
         try:
             return verb()
-        except WrongError as fault:
-            self.amiss(f"{name}: {fault}")
         except (Exception, SystemExit) as fault:
-            traceback.print_exc()
-            self.amiss(f"{name}: {type(fault).__name__}: {str(fault)[-500:]}")
+            if not isinstance(fault, SystemExit):
+                traceback.print_exc()
+            self.amiss(f"{name}: {type(fault).__name__}: {str(fault)[-500:]}".replace(" SystemExit:", ""))
         finally:
             self.parts[name] = round(time.monotonic() - began, 1)
             self.write()
@@ -111,29 +104,28 @@ class Report:
     def cli(self, *words: str, due: int = 0, python: tuple[str, ...] = ("-m", "dflash_ops")) -> str:
         """Runs `dflash-ops WORDS`, keeps all it showed, and gives its stdout. due: the exit code that is right."""
         began, at = time.monotonic(), self.age()
-        line = [sys.executable, *python, *words]
-        try:
-            done = subprocess.run(
-                line, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True,
-                timeout=CALL_SECONDS,
-            )  # fmt: skip
-            code, out, said = done.returncode, done.stdout, done.stderr
-        except subprocess.TimeoutExpired as fault:
-            code, out, said = -1, fault.stdout or b"", (fault.stderr or b"") + b"no end of it"
-        text, errors = out.decode(errors="replace"), said.decode(errors="replace")
-        shown = f"$ dflash-ops {shlex.join(words)}"
-        told = f"exit code {code}, {time.monotonic() - began:.2f} s"
+        line = ["timeout", "-k", "5", CALL_SECONDS, sys.executable, *python, *words]
+        done = subprocess.run(
+            line, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
+        )
+        seconds = round(time.monotonic() - began, 2)
+        out, said = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        shown, told = f"$ dflash-ops {shlex.join(words)}", f"exit code {done.returncode}, {seconds} s"
         with self._lock:
             with (self.out / "shown.txt").open("a") as file:
-                file.write(f"{shown}\n{text}{errors}[{told}, begun at {at} s]\n\n")
-            seconds = round(time.monotonic() - began, 2)
-            self.commands.append({"words": words, "code": code, "seconds": seconds, "at": at})
+                file.write(f"{shown}\n{out}{said}[{told}, begun at {at} s]\n\n")
+            self.commands.append({"words": words, "code": done.returncode, "seconds": seconds, "at": at})
             self.say(f"{shown}: {told}")
-            if code != due:
-                last = (errors.strip() or text.strip()).split("\n")[-1][:500]
-                self.amiss(f"{shown}: exit code {code} and not {due}: {last}")
+            if done.returncode != due:
+                last = (said.strip() or out.strip()).split("\n")[-1][:500]
+                self.amiss(f"{shown}: exit code {done.returncode} and not {due}: {last}")
             self.write()
-        return text
+        return out
+
+    def beside(self, *commands: list[str]) -> list[str]:
+        """cli of commands that run side by side."""
+        with ThreadPoolExecutor(len(commands)) as pool:
+            return list(pool.map(lambda words: self.cli(*words), commands))
 
 
 class Product:
@@ -147,43 +139,37 @@ class Product:
     def used(self) -> dict[str, float]:
         """MiB in use, by GPU."""
         words = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
-        rows = self.shell.run(self.own.host, Command(words), check=True).out.decode().split("\n")
-        return {uuid: float(mib) for uuid, _, mib in (row.partition(",") for row in rows if row)}
+        said = self.shell.run(self.own.host, Command(words), check=True).out.decode()
+        return {uuid: float(mib) for uuid, mib in (row.split(",") for row in said.split("\n") if row)}
 
-    def memory_back(self, name: str, before: dict[str, float], seconds: float = 10.0) -> None:
-        began = time.monotonic()
-        while True:
+    def memory_back(self, name: str, before: dict[str, float]) -> None:
+        began, waited, apart = time.monotonic(), 0.0, {"": math.inf}
+        while waited < 10.0 and any(abs(mib) > MIB_APART for mib in apart.values()):
             now = self.used()
             apart = {uuid: round(now.get(uuid, math.inf) - mib, 1) for uuid, mib in before.items()}
-            back = all(abs(mib) <= MIB_APART for mib in apart.values())
-            waited = time.monotonic() - began
-            if back or waited > seconds:
-                break
-            time.sleep(0.2)
-        memory = self.report.facts.setdefault("memory_apart_mib", {})
-        memory[name] = {"apart": list(apart.values()), "waited_s": round(waited, 2)}
-        if not back:
-            raise WrongError(f"memory is not back: {apart} MiB more than before")
+            waited = round(time.monotonic() - began, 2)
+        self.report.facts.setdefault("memory", {})[name] = {"apart_mib": list(apart.values()), "waited_s": waited}
+        if any(abs(mib) > MIB_APART for mib in apart.values()):
+            raise SystemExit(f"memory is not back: {apart} MiB more than before")
 
     def until(self, run: str, wanted: Callable[[Run], bool], what: str) -> Run:
-        """The run once it is as wanted. WrongError when it ends or time is up before."""
+        """The run once it is as wanted. SystemExit when it ends or time is up before."""
         while True:
             found = train.status(self.shell, self.own, run)
             if wanted(found):
                 return found
             if not found.state.live:
-                raise WrongError(f"{found.verdict()} before {what}: {' / '.join(found.last_lines[-5:])}")
+                raise SystemExit(f"{found.verdict()} before {what}: {' / '.join(found.last_lines[-5:])}")
             if time.monotonic() > self.report.ends:
-                raise WrongError(f"{found.verdict()}: no time is left to wait for {what}")
+                raise SystemExit(f"{found.verdict()}: no time is left to wait for {what}")
             time.sleep(0.2)
 
-    def learns(self, name: str, steps: int, resumed: Run | None = None) -> Run:
-        """Starts a run and waits until it has done so many steps more than what it resumes."""
-        began, after = time.monotonic(), _saved(resumed) if resumed else 0
-        more = ("--resume", resumed.id) if resumed else ()
+    def learns(self, name: str, steps: int, *more: str, after: int = 0) -> Run:
+        """Starts a run and waits until it has done so many steps. after: the step that it goes on from."""
+        began = time.monotonic()
         said = self.report.cli("train", "start", self.config, "--name", name, "--gpus", self.gpus, *more)
         if not (started := STARTED.search(said)):
-            raise WrongError("it did not start")
+            raise SystemExit("it did not start")
         begun = self.until(started[1], lambda run: _step(run) > after, "its first step")
         first = round(time.monotonic() - began, 1)
         self.report.say(begun.verdict())
@@ -195,12 +181,12 @@ class Product:
     def look(self, run: Run) -> str:
         """gpu-status, log and status of a run that goes on: each GPU must show a process of it. Returns the log."""
         verbs = (["gpu-status", "--json"], ["gpu-status"], ["train", "logs", run.id], ["train", "status", run.id])
-        found, _, log, _ = self.beside(*verbs)
+        found, _, log, _ = self.report.beside(*verbs)
         told = json.loads(found)
-        held = self.report.facts.setdefault("held_mib", {})[run.id] = []
         for gpu in told["gpus"]:
             here = [it for it in told["processes"] if it["gpu_uuid"] == gpu["uuid"]]
             ours = [it for it in here if (it["run_id"], it["owner"], it["kind"]) == (run.id, "run", "run")]
+            held = self.report.facts.setdefault("held_mib", {}).setdefault(run.id, [])
             held.append([it["used_mib"] for it in ours])
             if not ours or len(ours) < len(here):
                 self.report.amiss(f"{run.id}: GPU {gpu['index']} is held by {here}, and should be by that run")
@@ -211,13 +197,8 @@ class Product:
             self.report.amiss(f"{run.id}: its log tells of no step")
         return log
 
-    def beside(self, *commands: list[str]) -> list[str]:
-        """The stdout of commands that run side by side."""
-        with ThreadPoolExecutor(len(commands)) as pool:
-            return list(pool.map(lambda words: self.report.cli(*words), commands))
-
     def nothing_held(self, name: str) -> None:
-        found, *_ = self.beside(["gpu-status", "--json"], ["gpu-status"], ["train", "list"])
+        found, *_ = self.report.beside(["gpu-status", "--json"], ["gpu-status"], ["train", "list"])
         if processes := json.loads(found)["processes"]:
             self.report.amiss(f"{name}: gpu-status shows {processes}")
 
@@ -235,7 +216,7 @@ class Product:
         found = self.until(run.id, lambda it: bool(it.checkpoints) and _step(it) > _saved(it) + 1, "a checkpoint")
         pids = [str(it.pid) for it in found.processes if "-m trainer train" in it.command]
         if not pids:
-            raise WrongError(f"no process of {run.id} is its trainer: {found.processes}")
+            raise SystemExit(f"no process of {run.id} is its trainer: {found.processes}")
         self.report.say(f"{found.verdict()}, checkpoints {found.checkpoints}: SIGKILL")
         self.report.cli("exec", "--", "kill", "-9", *pids)
         self.report.cli("train", "wait", run.id, due=128 + 9)
@@ -253,22 +234,20 @@ def _step(run: Run) -> int:
 
 
 def _saved(run: Run) -> int:
-    """The step of its newest checkpoint."""
     return int(run.checkpoints[-1].removeprefix("step-")) if run.checkpoints else 0
 
 
-def course(product: Product, report: Report, steps: int) -> None:
+def course(product: Product, report: Report) -> None:
     """All that is done with runs, once sandbox, release and model are there."""
-    before = report.part("memory before", product.used)
-    if before is None:
+    if not (before := report.part("memory before", product.used)):
         return
     report.facts["memory_before_mib"] = list(before.values())
-    if first := report.part("the first run learns", lambda: product.learns("first", steps)):
+    if first := report.part("the first run learns", lambda: product.learns("first", 10, *SELDOM)):
         report.part("the first run is looked at", lambda: product.look(first))
         report.part("the first run stops", lambda: product.stops(first))
     else:
-        report.part("what the first run said", lambda: report.cli("train", "logs", "first"), always=True)
-        report.part("its end", lambda: report.cli("train", "stop", "first", "--grace", "5"), always=True)
+        last = (["train", "logs", "first"], ["train", "stop", "first", "--grace", "5"])
+        report.part("its end", lambda: [report.cli(*words) for words in last], always=True)
     report.part("memory after the first run", lambda: product.memory_back("first", before))
     if not first:
         return report.amiss("nothing was killed and resumed: the first run did not learn")
@@ -279,7 +258,8 @@ def course(product: Product, report: Report, steps: int) -> None:
     report.part("memory after the kill", lambda: product.memory_back("killed", before))
     if not killed:
         return report.amiss("nothing was resumed: the second run was not killed as it should be")
-    if third := report.part("the killed run resumes", lambda: product.learns("third", 3, killed)):
+    again = ("--resume", killed.id, *SELDOM)
+    if third := report.part("it is resumed", lambda: product.learns("third", 3, *again, after=_saved(killed))):
         log = report.part("the resumed run is looked at", lambda: product.look(third))
         report.part("it went on", lambda: product.went_on(killed, third, log or ""))
         report.part("the resumed run stops", lambda: product.stops(third))
@@ -290,13 +270,12 @@ def course(product: Product, report: Report, steps: int) -> None:
 def layout(gpus: int) -> tuple[list[str], list[str]]:
     """Words of [layout] for so many GPUs: targets on five of eight, drafters on the others."""
     if gpus < 2:
-        word = f"cuda:{gpus - 1}" if gpus else "cpu"
-        return [word], [word]
+        return ["cuda:0"] * gpus or ["cpu"], ["cuda:0"] * gpus or ["cpu"]
     targets = min(math.ceil(gpus * 5 / 8), gpus - 1)
     return [f"cuda:{number}" for number in range(targets)], [f"cuda:{number}" for number in range(targets, gpus)]
 
 
-def make(size_name: str, models: Path, folder: Path, gpus: int) -> None:
+def make(size_name: str, models: Path, folder: Path, gpus: int) -> int:
     """In a process of its own, whose GPU memory goes with it: the target, the data and the config."""
     sys.path.insert(0, str(ROOT / "tests" / "trainer"))
     import torch
@@ -305,19 +284,20 @@ def make(size_name: str, models: Path, folder: Path, gpus: int) -> None:
     from tiny_targets import tiny_tokenizer
 
     size, (targets, drafters) = SIZES[size_name], layout(gpus)
+    rows = (1 if size_name == "tiny" else 2) * len(drafters)
     write_data(size, folder)
-    tiny = size_name == "tiny"
     (folder / "config.toml").write_text(
         f'preset = "qwen3-4b"\n[target]\npath = "{BOX}/shared/models/target"\n[draft]\nlayers = {size.draft_layers}\n'
         f'[data]\ntrain = "{BOX}/shared/data/train.jsonl"\nrow_tokens = {size.row_tokens}\n'
-        f"[train]\nsteps = {MANY}\nrows_per_step = {(1 if tiny else 4) * len(drafters)}\nanchors = {size.anchors}\n"
-        f"log_every = 1\ncheckpoint_every = 20\nkeep = 1\n"
+        f"[train]\nsteps = 100_000\nrows_per_step = {rows}\nanchors = {size.anchors}\nlog_every = 1\n"
+        f"checkpoint_every = 20\nkeep = 1\n"
         f"[layout]\ntargets = {json.dumps(targets)}\ndrafters = {json.dumps(drafters)}\n"
     )
     tiny_tokenizer().save_pretrained(models / "target")
     with torch.no_grad():
         model = size.model(torch.device("cuda:0" if gpus else "cpu"))
         model.save_pretrained(models / "target", max_shard_size="2GB")  # each is on the host as a whole
+    return 0
 
 
 def box(folder: Path, name: str, gpus: int, real: bool) -> list[str]:
@@ -347,12 +327,10 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2, help="fake ones, where there are none")
     parser.add_argument("--cache", type=Path, help="a folder with a compile-cache/, or for one")
     parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after so many")
-    parser.add_argument("--make", nargs=3, metavar="WORD", help=argparse.SUPPRESS)  # the process that makes the model
+    parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)  # the process that makes the model
     asked = parser.parse_args()
     if asked.make:
-        models, folder, count = asked.make
-        make(asked.size, Path(models), Path(folder), int(count))
-        return 0
+        return make(asked.size, Path(asked.make[0]), Path(asked.make[1]), gpus=int(asked.make[2]))
     real = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not real and asked.size != "tiny":
         parser.error("there is no GPU here: --size tiny")
@@ -360,15 +338,15 @@ def main() -> int:
         parser.error("there is no tmux, which a run's window needs")
     asked.out.mkdir(parents=True, exist_ok=True)
     # 8 GB that are read by every target: in memory where there is room, else on the disk.
-    shm = Path("/dev/shm")
-    place = shm if real and shutil.disk_usage(shm).free > 12 << 30 else None
+    place = "/dev/shm" if real and shutil.disk_usage("/dev/shm").free > 12 << 30 else None
     with tempfile.TemporaryDirectory(prefix="product-") as name, tempfile.TemporaryDirectory(dir=place) as cache:
         return whole(asked, Path(name), Path(cache), real)
 
 
 def whole(asked: argparse.Namespace, folder: Path, cache: Path, real: int) -> int:
+    """Everything, between a sandbox's up and down. cache: the user's cache folder of dflash-ops, where models are."""
     name, gpus = f"product-{os.getpid()}", real or asked.gpus
-    models = cache / "dflash-ops" / "models"  # shown to containers as shared/models
+    models = cache / "dflash-ops" / "models"
     models.mkdir(parents=True)
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("DFLASH_")},
@@ -377,32 +355,26 @@ def whole(asked: argparse.Namespace, folder: Path, cache: Path, real: int) -> in
         "XDG_CACHE_HOME": str(cache),
         "COLUMNS": "150",
     }
-    binds = box(folder, name, gpus, bool(real))
     report = Report(asked.out, environment, folder, asked.seconds)
     report.facts |= {"size": asked.size, "gpus": gpus, "real": bool(real), "layout": layout(real)}
-    line = [sys.executable, __file__, "--out", str(asked.out), "--size", asked.size]
-    making = subprocess.Popen([*line, "--make", str(models), str(folder), str(real)], start_new_session=True)
-    more = [word for path in binds for word in ("--bind", path)]
+    line = [sys.executable, __file__, "--out", asked.out, "--size", asked.size, "--make", models, folder, str(real)]
+    making = subprocess.Popen(line)
+    more = [word for path in box(folder, name, gpus, bool(real)) for word in ("--bind", path)]
     # A disk is half of the memory otherwise, and four checkpoints with their moments may be on it.
     more += ["--disk", "200:96G"] if real else []
+    up = ("sandbox", "up", "--name", name, "--owner", str(os.getpid()), *more)
     fake = "from dflash_ops.sandbox import lifecycle; lifecycle.FAKE_GPUS = {}; from dflash_ops.cli import main; main()"
     python = ("-m", "dflash_ops") if real else ("-c", fake.format(gpus))
 
-    def up() -> None:
-        report.cli("sandbox", "up", "--name", name, "--owner", str(os.getpid()), *more, python=python)
-        if report.wrong:
-            raise WrongError("there is no sandbox")
-
-    def model() -> bool:
+    def model() -> str:
         if making.wait(max(1.0, report.ends - time.monotonic())):
-            raise WrongError(f"the model was not made: exit code {making.returncode}")
-        report.cli("put", "train.jsonl", "shared/data/")
-        return True
+            raise SystemExit(f"the model was not made: exit code {making.returncode}")
+        return report.cli("put", "train.jsonl", "shared/data/")
 
     kept = asked.cache.resolve() / "compile-cache" if asked.cache else None
     warm = False
     try:
-        report.part("sandbox up", up)
+        report.part("sandbox up", lambda: report.cli(*up, python=python))
         if not report.wrong:
             report.part("deploy", lambda: report.cli("deploy"))
             if kept and (warm := kept.is_dir()):
@@ -410,16 +382,14 @@ def whole(asked: argparse.Namespace, folder: Path, cache: Path, real: int) -> in
             if report.part("model and data", model):
                 with Shell() as shell:
                     product = Product(report, shell, folder / "dflash-ops.toml", folder / "config.toml", gpus)
-                    course(product, report, steps=10 if real else 3)
+                    course(product, report)
             if kept and not warm and real:  # on the CPU nothing is compiled
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 fill = ("get", "shared/compile-cache", str(kept))
                 report.part("compile cache, filled", lambda: report.cli(*fill), always=True)
     finally:
-        if making.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(making.pid, 9)
-            making.wait()
+        making.kill()  # where it has not ended long ago
+        making.wait()
         report.part("sandbox down", lambda: report.cli("sandbox", "down", "--name", name), always=True)
     report.say(f"done; wrong: {report.wrong or 'nothing'}")
     return bool(report.wrong)
