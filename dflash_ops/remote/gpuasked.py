@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -34,7 +35,8 @@ class Asked:
     case: a program that hangs would outlive us. `answers` does so itself.
 
     Each leads a session of its own, so that what it has started (a wrapper's real program) ends with it. It inherits no
-    descriptor of ours, for that could be a GPU lock.
+    descriptor of ours, for that could be a GPU lock. A signal that ends us does not reach it there: SIGHUP and SIGTERM,
+    until `end`, are a SystemExit, on whose way out it is ended.
     """
 
     def __init__(self, programs: dict[str, list[str]], seconds: float) -> None:
@@ -42,12 +44,35 @@ class Asked:
         self._deadline = time.monotonic() + seconds
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         self._told: dict[str, dict[str, Any]] = {}
+        self._caught: list[int] = []
+        self._signal, self._may_leave = 0, False
         try:
+            self._catch()
             for name, words in programs.items():
                 self._start(name, words)
+            self._may_leave = True
+            self._leave_if_told()
         except BaseException:
             self.end()
             raise
+
+    def _catch(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # it hears of no signal
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's word holds
+                self._caught.append(number)
+                signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _frame: object) -> None:
+        self._signal = self._signal or number
+        if self._may_leave:  # not between a start and the note of it, nor in the middle of `end`
+            self._leave_if_told()
+
+    def _leave_if_told(self) -> None:
+        if self._signal:
+            self._may_leave = False
+            raise SystemExit(128 + self._signal)
 
     def _start(self, name: str, words: list[str]) -> None:
         try:
@@ -79,6 +104,7 @@ class Asked:
     def end(self) -> None:
         """Kills what still runs, with what it has started, and reaps it. What the driver keeps in state D dies once the
         driver lets go; we wait half a second for all of them."""
+        self._may_leave = False
         started, self._started = self._started, {}
         # Only who is not reaped yet: another's group could have the number of one that is.
         left = [asked for asked in started.values() if asked.returncode is None]
@@ -91,3 +117,6 @@ class Asked:
                 asked.wait(max(0.0, until - time.monotonic()))
             if asked.stdout is not None:
                 asked.stdout.close()
+        while self._caught:
+            signal.signal(self._caught.pop(), signal.SIG_DFL)
+        self._leave_if_told()

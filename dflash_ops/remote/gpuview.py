@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,19 +25,8 @@ _OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
 def main(parameters: dict[str, Any]) -> NoReturn:
     path = Path(parameters["path"]) if parameters["path"] else None
-    for number in (signal.SIGHUP, signal.SIGTERM):
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup's word holds
-            signal.signal(number, _leave)
     code = answers.answer(path, lambda: view(path, parameters["fields"], parameters["apps"], parameters["seconds"]))
     os._exit(code)  # what has been said is written; taking the interpreter apart would only keep who waits waiting
-
-
-def _leave(number: int, _frame: object) -> NoReturn:
-    """The connection is gone, or somebody ends us. nvidia-smi is in a session of its own and gets no such signal: it is
-    ended on our way out, which no second signal cuts short."""
-    for each in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
 
 
 def view(path: Path | None, fields: list[str], apps: list[str], seconds: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stand_in
 from conftest import Box, write_inventory
 from stand_in import exists, retry_until
 from test_gpus import UUIDS, container_view, full_line, holder, host_view
@@ -213,7 +214,7 @@ def test_a_process_that_is_stuck_in_the_driver_hangs_nobody(tmp_path: Path, monk
 # -- an nvidia-smi that hangs, a shell with a child as a wrapper is
 
 
-def hanging_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+def hanging_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, questions: int = 2) -> Callable[[], list[int]]:
     """Puts it first in PATH. What it gives waits until every question is asked, and tells the pids."""
     program = folder / "nvidia-smi"
     program.write_text(
@@ -224,7 +225,7 @@ def hanging_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], l
 
     def pids() -> list[int]:
         told = (folder / "pids").read_text().split() if (folder / "pids").exists() else []
-        return [int(pid) for pid in told] if len(told) == 4 else []
+        return [int(pid) for pid in told] if len(told) == 2 * questions else []
 
     return lambda: retry_until(pids)
 
@@ -269,13 +270,19 @@ def test_an_nvidia_smi_that_is_too_late_leaves_no_child(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_view_that_is_ended_ends_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+@pytest.mark.parametrize("verb", ["gpuview", "doctor", "free", "start"])
+def test_whoever_asks_nvidia_smi_and_is_ended_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, number: signal.Signals
 ) -> None:
     """As a terminal that is closed ends it: the signal goes to all of its process group."""
-    asked = hanging_smi(tmp_path, monkeypatch)
-    parameters = {"path": str(tmp_path), "fields": ["index"], "apps": ["pid"], "seconds": 600.0}
-    command = bundle.command(sys.executable, "gpuview", parameters, bare=True)
+    asked = hanging_smi(tmp_path, monkeypatch, questions=1 if verb == "doctor" else 2)
+    more: dict[str, Any] = {
+        "gpuview": {"fields": ["index"], "apps": ["pid"], "seconds": 600.0},
+        "doctor": {"fix": False},
+        "free": {"wanted": None},
+        "start": {**stand_in.start_parameters(tmp_path, "a", ""), "gpus": [0]},
+    }[verb]
+    command = bundle.command(sys.executable, verb, {**more, "path": str(tmp_path)}, bare=True)
     with subprocess.Popen(command.argv, stdin=subprocess.PIPE, start_new_session=True) as view:
         assert view.stdin is not None
         view.stdin.write(command.stdin)
@@ -284,6 +291,32 @@ def test_a_view_that_is_ended_ends_nvidia_smi(
         os.killpg(view.pid, number)
         assert gone(pids)
     assert view.returncode == 128 + number
+
+
+@pytest.mark.parametrize("moment", ["_start", "end"])
+def test_a_signal_while_they_are_started_or_ended_spares_none(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """It comes where one is not noted yet, or while they are killed."""
+    begun: list[subprocess.Popen[bytes]] = []
+    popen, killpg = subprocess.Popen, os.killpg
+
+    def begin(*words: Any, **more: Any) -> subprocess.Popen[bytes]:
+        begun.append(popen(*words, **more))
+        if moment == "_start":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return begun[-1]
+
+    def kill(group: int, number: int) -> None:
+        if moment == "end":
+            os.kill(os.getpid(), signal.SIGTERM)
+        killpg(group, number)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(os, "killpg", kill)
+    with pytest.raises(SystemExit) as caught:
+        gpuasked.Asked({name: ["sleep", "600"] for name in "ab"}, 600.0).end()
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert [it.returncode for it in begun] == [-signal.SIGKILL] * 2
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # -- containers and inventories
