@@ -113,7 +113,7 @@ def free(path: Path, parameters: dict[str, Any]) -> dict[str, Any]:
 
     def left() -> list[processes.Process]:
         """Those that were named, as far as they still are no living run's, and whatever lives of the freed runs."""
-        everything = processes.table()  # before the groups are asked: see processes.of_run
+        everything = processes.table()  # before the groups are asked: see kin.of_run_and_spared
         grouped: set[int] = set()
         for run_id in runs:
             grouped |= ours.group_of(run_id)

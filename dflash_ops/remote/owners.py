@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash_ops.remote import cgroups, processes, rundir
+from dflash_ops.remote import cgroups, kin, processes, rundir
 
 
 class Owner(NamedTuple):
@@ -44,7 +44,7 @@ class Owners:
                 self._live[folder.name] = run
             else:
                 self._over[folder.name] = folder
-        table = processes.table()  # before the groups are asked: see processes.of_run
+        table = processes.table()  # before the groups are asked: see kin.of_run_and_spared
         self._members: dict[tuple[int, int], str] = {}
         for run_id, run in self._live.items():
             supervisor = processes.find(run["state"].get("supervisor")) if run["supervisor_alive"] else None
@@ -53,9 +53,9 @@ class Owners:
         grouped = {pid: run_id for run_id in self._over for pid in self.group_of(run_id)}
         self._grouped = {(it.pid, it.start): grouped[it.pid] for it in table if it.pid in grouped}
         # A tmux server that a run began, and people's sessions in it: they have the run's id, and are no rest of it.
-        servers = [it.pid for it in table if processes.is_tmux_server(it.pid)]
+        servers = [it.pid for it in table if kin.is_tmux_server(it.pid)]
         begun = [pid for pid in servers if pid in grouped or processes.RUN_ID in processes.environment(pid)]
-        self._in_tmux = processes.lives_in_tmux(begun, table)
+        self._in_tmux = kin.lives_in_tmux(begun, table)
         self._told: dict[tuple[int, int], Owner] = {}
 
     def of(self, process: processes.Process) -> Owner:

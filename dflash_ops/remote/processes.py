@@ -1,4 +1,4 @@
-"""Processes by identity: what /proc says of them, whose they are, and signals that can't hit a stranger.
+"""Processes by identity: what /proc says of them, and signals that can't hit a stranger.
 
 A process is its pid and its raw start time (field 22 of /proc/PID/stat, clock ticks since boot); a pid alone may have
 been given to somebody else. Runs in the container and on the hypervisor: standard library only, Python >= 3.9.
@@ -276,21 +276,6 @@ def device_minors(links: Iterable[str]) -> list[int]:
     return sorted({int(match.group(1)) for match in found if match})
 
 
-def descendants(root: Process, processes: list[Process]) -> set[int]:
-    """The pids below root. With a root that is a subreaper these are all that it ever started, orphans included."""
-    children: dict[int, list[int]] = {}
-    for process in processes:
-        children.setdefault(process.parent, []).append(process.pid)
-    found: set[int] = set()
-    waiting = [root.pid]
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            if pid not in found:
-                found.add(pid)
-                waiting.append(pid)
-    return found
-
-
 def comm(pid: int) -> str:
     """The name that the process gives itself, or its program's; empty when it is gone."""
     try:
@@ -299,89 +284,12 @@ def comm(pid: int) -> str:
         return ""
 
 
-def is_tmux_server(pid: int) -> bool:
-    """By its program, which no process can make up; its own name only tells a client from a server."""
+def program(pid: int) -> str:
+    """The file name of its program; empty when it can't be read."""
     try:
-        program = os.path.basename(os.readlink(_folder(pid) / "exe"))
+        return os.path.basename(os.readlink(_folder(pid) / "exe"))
     except OSError:
-        return False
-    return program.startswith("tmux") and not comm(pid).startswith("tmux: client")
-
-
-def lives_in_tmux(servers: Iterable[int], processes: list[Process]) -> set[int]:
-    """The servers, what descends from them, and what was started in one of their panes and ran away from it."""
-    servers = set(servers)
-    if not servers:
-        return set()
-    found = set(servers)
-    for process in processes:
-        if process.pid in servers:
-            found |= descendants(process, processes)
-    # TMUX=socket,server's pid,session
-    marks = {str(pid).encode() for pid in servers}
-    for process in processes:
-        words = environment(process.pid).get(b"TMUX", b"").rsplit(b",", 2)
-        if len(words) == 3 and words[1] in marks:
-            found.add(process.pid)
-    return found
-
-
-def of_run(
-    run_id: str,
-    supervisor: dict[str, Any] | None,
-    child: dict[str, Any] | None,
-    group: Callable[[], set[int]] = set,
-) -> list[Process]:
-    """Every living process of the run but its supervisor, who tells of the run, and what `spared` says.
-
-    Evidence, each sound by itself: it descends from the supervisor or from the trainer, it is in the trainer's process
-    group while the trainer exists (later the number may be somebody else's), it was started with the run's id, or it is
-    among `group`, the pids in the run's own control group.
-    """
-    return of_run_and_spared(run_id, supervisor, child, group)[0]
-
-
-def of_run_and_spared(
-    run_id: str,
-    supervisor: dict[str, Any] | None,
-    child: dict[str, Any] | None,
-    group: Callable[[], set[int]] = set,
-) -> tuple[list[Process], list[Process]]:
-    """As `of_run`; and a tmux server that the run began, with all that lives in it: people may have sessions there, so
-    no end of a run ends it."""
-    processes = table()
-    pids = (
-        group()
-    )  # asked after the table: a pid that changed hands between has the old one's start time, and is spared
-    for identity in (supervisor, child):
-        root = find(identity)
-        if root is not None:
-            pids |= descendants(root, processes)
-    trainer = find(child)
-    if trainer is not None:
-        pids |= {process.pid for process in processes if process.group == trainer.pid}
-    wanted = run_id.encode()
-    above = supervisor["pid"] if supervisor else None
-    found = [
-        process
-        for process in processes
-        if not process.ended
-        and process.pid != above
-        and process.pid != os.getpid()
-        and not (process.parent == above and is_messenger(process.pid))
-        and (process.pid in pids or environment(process.pid).get(RUN_ID) == wanted)
-    ]
-    homes = lives_in_tmux((process.pid for process in found if is_tmux_server(process.pid)), processes)
-    return (
-        [process for process in found if process.pid not in homes],
-        [process for process in processes if process.pid in homes and not process.ended and process.pid != os.getpid()],
-    )
-
-
-def is_messenger(pid: int) -> bool:
-    """Whether a supervisor's child is the one that notifies somebody, and not of the run."""
-    its = environment(pid)
-    return MESSENGER in its and RUN_ID not in its
+        return ""
 
 
 def send(process: Process, number: int) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import cgroups, logfile, processes
+from dflash_ops.remote import cgroups, kin, logfile, processes
 from dflash_ops.remote.answers import Fault, beat
 
 SCHEMA_VERSION = 1
@@ -345,4 +345,4 @@ def members_and_spared(run: dict[str, Any]) -> tuple[list[processes.Process], li
     def group() -> set[int]:
         return cgroups.pids(state.get("cgroup"), run["run_id"])
 
-    return processes.of_run_and_spared(run["run_id"], state.get("supervisor"), state.get("child"), group)
+    return kin.of_run_and_spared(run["run_id"], state.get("supervisor"), state.get("child"), group)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, cgroups, gpuproof, probe, processes, rundir
+from dflash_ops.remote import answers, cgroups, gpuproof, kin, probe, processes, rundir
 
 TMUX_SECONDS = 15.0
 _KILL_SECONDS = 15.0
@@ -89,7 +89,7 @@ def stop(path: Path, name: str, grace: float, kill: float) -> dict[str, Any]:
         everything = processes.table()
         for process in known.values():
             if processes.alive(process.identity()):
-                below |= processes.descendants(process, everything) | {process.pid}
+                below |= kin.descendants(process, everything) | {process.pid}
         found = [process for process in everything if process.pid in below and not process.ended]
         found = _may_be_ended(found, ours)
         proof.note(found)
@@ -188,7 +188,7 @@ def _all_of(session: dict[str, Any]) -> list[processes.Process]:
     for pid in session["panes"].values():
         root = processes.read(pid)
         if root is not None and root.parent == session["server"]:
-            pids |= processes.descendants(root, everything) | {pid}
+            pids |= kin.descendants(root, everything) | {pid}
     # TMUX=socket,server's pid,session; a pane's id is never given twice by one server.
     mark = f"{session['socket']},{session['server']},".encode()
     for process in everything:
@@ -201,8 +201,8 @@ def _all_of(session: dict[str, Any]) -> list[processes.Process]:
 
 def _may_be_ended(found: list[processes.Process], ours: set[int]) -> list[processes.Process]:
     """Not a tmux server and its sessions, which are others; nothing of a run; not us nor who started us."""
-    servers = [process.pid for process in found if processes.is_tmux_server(process.pid)]
-    spared = ours | _ancestors() | processes.lives_in_tmux(servers, processes.table() if servers else [])
+    servers = [process.pid for process in found if kin.is_tmux_server(process.pid)]
+    spared = ours | _ancestors() | kin.lives_in_tmux(servers, processes.table() if servers else [])
     return [process for process in found if process.pid not in spared]
 
 
@@ -228,9 +228,9 @@ def _marked() -> dict[int, bytes]:
     everything = processes.table()
     marked = {it.pid: processes.environment(it.pid).get(processes.RUN_ID) for it in everything}
     marked = {pid: run_id for pid, run_id in marked.items() if run_id is not None}
-    servers = {pid: run_id for pid, run_id in marked.items() if processes.is_tmux_server(pid)}
+    servers = {pid: run_id for pid, run_id in marked.items() if kin.is_tmux_server(pid)}
     for server, inherited in servers.items():
-        for pid in processes.lives_in_tmux([server], everything):
+        for pid in kin.lives_in_tmux([server], everything):
             if marked.get(pid) == inherited:
                 del marked[pid]
     return marked

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import answers, environment, processes, releases, rundir
+from dflash_ops.remote import answers, environment, kin, processes, releases, rundir
 
 
 def main(parameters: dict[str, Any]) -> int:
@@ -48,10 +48,10 @@ def _marked() -> set[tuple[str, Path | None]]:
     table = [process for process in processes.table() if not process.ended]
     found = {it.pid: processes.environment(it.pid) for it in table}
     found = {pid: marks for pid, marks in found.items() if marks.get(processes.RUN_ID)}
-    servers = [pid for pid in found if processes.is_tmux_server(pid)]
+    servers = [pid for pid in found if kin.is_tmux_server(pid)]
     for server in servers:
         inherited = found[server][processes.RUN_ID]
-        for pid in processes.lives_in_tmux([server], table):
+        for pid in kin.lives_in_tmux([server], table):
             if pid in found and found[pid][processes.RUN_ID] == inherited and pid != server:
                 del found[pid]
     for server in servers:

@@ -24,7 +24,7 @@ from dflash_ops.remote import answers, environment, owners, preflight, probe, pr
 SOURCES: dict[str, str] = {}
 
 TOOLS = (
-    "answers", "cgroups", "gpuasked", "gpuproof", "logfile", "notify", "probe", "processes", "rundir", "stop",
+    "answers", "cgroups", "gpuasked", "gpuproof", "kin", "logfile", "notify", "probe", "processes", "rundir", "stop",
     "supervisor", "view", "watch",
 )  # fmt: skip
 _TOOLS_MAIN = """\

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash_ops.remote import answers, cgroups, gpuproof, processes, rundir
+from dflash_ops.remote import answers, cgroups, gpuproof, probe, processes, rundir
 
 _SUPERVISOR_SECONDS = 20.0  # it may still be clearing what the trainer left
 
@@ -110,9 +110,9 @@ def stop_folder(folder: Path, limits: Limits, *, again: bool = False) -> dict[st
 
 
 def _holds(process: processes.Process, folder: Path) -> str:
-    """What of the run a process still has open that the stop leaves alone: a GPU, or a file of the run's folder."""
+    """What of the run a process still holds that the stop leaves alone: a GPU, or a file of the run's folder."""
     links = processes.open_files(process.pid)
-    minors = processes.device_minors(links)
+    minors = probe.minors_of(process.pid, links)
     if minors:
         return "GPU " + ", ".join(map(str, minors))
     return next((link for link in links if link.startswith(f"{folder}/")), "")

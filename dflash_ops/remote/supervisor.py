@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import cgroups, notify, processes, rundir, watch
+from dflash_ops.remote import cgroups, kin, notify, processes, rundir, watch
 from dflash_ops.remote.logfile import PART_BYTES, Log
 
 STALLED_CODE = 14  # the trainer's own watchdog ends it with this; ours gives it to what it had to kill
@@ -373,11 +373,11 @@ def _clear(pump: _Pump, group: str | None, run_id: str) -> list[dict[str, Any]]:
         except ChildProcessError:
             return []
         everything = processes.table()
-        below = processes.descendants(_myself(), everything)
+        below = kin.descendants(_myself(), everything)
         left = [process for process in everything if process.pid in below and not process.ended]
-        servers = [process.pid for process in left if processes.is_tmux_server(process.pid)]
-        homes = processes.lives_in_tmux(servers, everything)
-        left = [it for it in left if it.pid not in homes and not processes.is_messenger(it.pid)]
+        servers = [process.pid for process in left if kin.is_tmux_server(process.pid)]
+        homes = kin.lives_in_tmux(servers, everything)
+        left = [it for it in left if it.pid not in homes and not kin.is_messenger(it.pid)]
         scans = 0 if left else scans + 1
         waited = time.monotonic() - began
         if waited > _LEFTOVER_LIMIT:

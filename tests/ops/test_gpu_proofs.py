@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_gpu_strange import UUIDS, smi
 
-from dflash_ops.remote import gpuproof, preflight, probe, processes
+from dflash_ops.remote import gpuproof, preflight, probe, processes, stop
 
 
 def test_a_device_that_is_only_mapped_wants_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +23,7 @@ def test_a_device_that_is_only_mapped_wants_a_proof(tmp_path: Path, monkeypatch:
     assert [it["pid"] for it in gpuproof.holders_of(card)] == [7]
     (held,) = proof.result()["held"]
     assert (held["charged_mib"], [it["pid"] for it in held["holders"]]) == (1542.0, [7])
+    assert stop._holds(process, tmp_path) == "GPU 0"  # what a stop says of who is left alone
 
 
 ROWS = f"0, {UUIDS[0]}, 00000000:01:00.0, 20000, 24576, Enabled\n1, {UUIDS[1]}, 00000000:02:00.0, 9, 24576, [N/A]\n"

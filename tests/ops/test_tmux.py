@@ -15,7 +15,7 @@ from stand_in import LocalBox, exists, retry_until
 from dflash_ops import stops
 from dflash_ops.command import Command, Container, Host, Result
 from dflash_ops.errors import OpsError
-from dflash_ops.remote import owners, processes, view
+from dflash_ops.remote import kin, owners, processes, view
 
 PLACE = Container(Host("lab", "192.0.2.1"), 200)
 
@@ -166,5 +166,5 @@ def answer_of(reply: dict[str, Any]) -> Result:
 def test_it_is_the_program_that_makes_a_server(box: LocalBox) -> None:
     tmux("new-session", "-d", "-s", "hand", "sleep 1000")
     server = int(tmux("display-message", "-p", "-t", "=hand:", "#{pid}"))
-    assert processes.is_tmux_server(server)
-    assert not processes.is_tmux_server(os.getpid()) and not processes.is_tmux_server(2**22 + 5)
+    assert kin.is_tmux_server(server)
+    assert not kin.is_tmux_server(os.getpid()) and not kin.is_tmux_server(2**22 + 5)
