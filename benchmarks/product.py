@@ -11,8 +11,8 @@ on after its last checkpoint. Without a GPU the sandbox's fake ones are held, an
 
 FOLDER of --out gets shown.txt, what each command showed with its exit code and seconds, and result.json, whose "wrong"
 lists all that was not as it should be; both are written as it goes. A part that fails is told there, and the others
-go on if they can. --cache: a folder whose compile-cache/, as a DFLASH_SHARED has it, the container gets; where there is
-none yet, it is filled at the end. tmux has to be installed.
+go on if they can. --cache: a folder whose compile-cache/, as a DFLASH_SHARED has it, the container gets; what had to be
+compiled all the same is in it at the end. tmux has to be installed.
 """
 
 import argparse
@@ -193,6 +193,7 @@ class Product:
         self.report.facts["health"] = [(gpu["name"], gpu["health"], gpu["findings"]) for gpu in told["gpus"]]
         if told["problems"] or len(told["gpus"]) != len(self.own.gpus):
             self.report.amiss(f"gpu-status has {len(told['gpus'])} GPUs, problems: {told['problems']}")
+        self.report.facts["warmed_up"] += re.findall(r".* warmed up in .*", log)
         if not STEP.search(log):
             self.report.amiss(f"{run.id}: its log tells of no step")
         return log
@@ -356,7 +357,7 @@ def whole(asked: argparse.Namespace, folder: Path, cache: Path, real: int) -> in
         "COLUMNS": "150",
     }
     report = Report(asked.out, environment, folder, asked.seconds)
-    report.facts |= {"size": asked.size, "gpus": gpus, "real": bool(real), "layout": layout(real)}
+    report.facts |= {"size": asked.size, "gpus": gpus, "real": bool(real), "layout": layout(real), "warmed_up": []}
     line = [sys.executable, __file__, "--out", asked.out, "--size", asked.size, "--make", models, folder, str(real)]
     making = subprocess.Popen(line)
     more = [word for path in box(folder, name, gpus, bool(real)) for word in ("--bind", path)]
@@ -371,22 +372,21 @@ def whole(asked: argparse.Namespace, folder: Path, cache: Path, real: int) -> in
             raise SystemExit(f"the model was not made: exit code {making.returncode}")
         return report.cli("put", "train.jsonl", "shared/data/")
 
-    kept = asked.cache.resolve() / "compile-cache" if asked.cache else None
-    warm = False
+    kept = asked.cache.resolve() if asked.cache else None
     try:
         report.part("sandbox up", lambda: report.cli(*up, python=python))
         if not report.wrong:
             report.part("deploy", lambda: report.cli("deploy"))
-            if kept and (warm := kept.is_dir()):
-                report.part("compile cache", lambda: report.cli("put", str(kept), "shared/"))
+            if kept and (kept / "compile-cache").is_dir():
+                report.part("compile cache", lambda: report.cli("put", str(kept / "compile-cache"), "shared/"))
             if report.part("model and data", model):
                 with Shell() as shell:
                     product = Product(report, shell, folder / "dflash-ops.toml", folder / "config.toml", gpus)
                     course(product, report)
-            if kept and not warm and real:  # on the CPU nothing is compiled
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                fill = ("get", "shared/compile-cache", str(kept))
-                report.part("compile cache, filled", lambda: report.cli(*fill), always=True)
+            warmed = report.facts["warmed_up"] or [", cold:"]  # a first run that was cut off has compiled something too
+            if kept and real and any(re.search(", (cold|partly warm):", it) for it in warmed):
+                kept.mkdir(parents=True, exist_ok=True)
+                report.part("cache filled", lambda: report.cli("get", "shared/compile-cache", str(kept)), always=True)
     finally:
         making.kill()  # where it has not ended long ago
         making.wait()
