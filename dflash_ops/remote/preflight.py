@@ -20,7 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote import gpuproof, notify, probe, processes, rundir
+from dflash_ops.remote import environment, gpuproof, notify, probe, processes, rundir
 from dflash_ops.remote.answers import Fault, beat
 
 CHECK_SECONDS = 60.0  # for the release's trainer to check its config
@@ -169,6 +169,24 @@ def check_named(config: dict[str, Any], release: Path, parameters: dict[str, Any
         reasons = "; ".join(f"{key}: {why}" for key, why in lacking.items())
         what = f"{parameters['config_name']} names what the container lacks"
         raise Fault("preflight", what, reasons, "; ".join(dict.fromkeys(advice)))
+
+
+def on_cpu_all_the_same(config: dict[str, Any], python: str, gpus: list[int] | None) -> list[str]:
+    """A note where GPUs are asked for by number and the training will run on the CPU. config: as `checked_config` gives
+    it; python: the trainer's."""
+    layout: dict[str, Any] = config["layout"] if isinstance(config.get("layout"), dict) else {}
+    words = {word for key in ("targets", "drafters") if isinstance(layout.get(key), list) for word in layout[key]}
+    if not gpus or not words or not words <= {"auto", "cpu"}:  # who names a GPU is told by the trainer that it lacks it
+        return []
+    why = "the config's layout says so"
+    if "auto" in words:
+        try:
+            if environment.look(python)["torch_cuda"] != "none":
+                return []
+        except Fault:
+            return []
+        why = f"torch of {python} is built for the CPU alone (dflash-ops env check)"
+    return [f"warning: it trains on the CPU, and only keeps GPU {', '.join(map(str, gpus))} from others: {why}"]
 
 
 def _at_home(said: str) -> str:

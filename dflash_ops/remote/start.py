@@ -69,12 +69,12 @@ def start(parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters.get("environment"):
             environment.refuse_mismatch(path, release, python, parameters["environment"])
         try:
-            _prepare(draft, folder, release, python, resumed, parameters)
+            said = _prepare(draft, folder, release, python, resumed, parameters)
             if parameters.get("check_only"):
                 leaving = _will_be_freed(path, parameters)
                 return {"notes": preflight.check(path, parameters, resumed, leaving, picture)}
             freed, removed = _free_stale(path, parameters["name"])
-            notes = preflight.check(path, parameters, resumed, picture=picture)
+            notes = said + preflight.check(path, parameters, resumed, picture=picture)
             if resumed is not None:
                 step = int(rundir.checkpoints(resumed)[-1].removeprefix("step-"))
                 notes.append(f"goes on from {resumed.name}, step {step}")
@@ -175,9 +175,9 @@ def _release(path: Path, wanted: str | None) -> Path:
 
 def _prepare(
     draft: Path, folder: Path, release: Path, python: str, resumed: Path | None, parameters: dict[str, Any]
-) -> None:
-    """Makes the run's folder under a name that nobody looks at, and has the release check its config. python: the
-    trainer's; `python` of the parameters is what runs the supervisor."""
+) -> list[str]:
+    """Makes the run's folder under a name that nobody looks at, and has the release check its config; gives what there
+    is to say of that. python: the trainer's; `python` of the parameters is what runs the supervisor."""
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
@@ -224,6 +224,7 @@ def _prepare(
         }
         rundir.write_json(draft / "run.json", run)
         _write_tools(draft / "ops")
+        return preflight.on_cpu_all_the_same(config, python, parameters["gpus"])
     except OSError as error:
         if error.errno == errno.EROFS:
             raise

@@ -15,7 +15,7 @@ import stand_in
 from stand_in import LocalBox
 
 import trainer
-from dflash_ops.remote import answers, gpuproof, preflight, processes, rundir
+from dflash_ops.remote import answers, environment, gpuproof, preflight, processes, rundir
 from dflash_ops.remote.gpuproof import Card, Picture
 
 Usage = namedtuple("Usage", "total used free")
@@ -256,6 +256,36 @@ def test_a_trainer_that_tells_nothing_of_its_config_starts(box: LocalBox) -> Non
     code, reply = box.try_start("a", "steps = 1\ncheck_says = [1]", init_from="drafter")
     assert (code, reply["notes"]) == (0, [preflight._NOT_CHECKED])
     assert "not checked" in reply["notes"][0]
+    box.ended(box.path / "runs" / reply["facts"]["run_id"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "cuda", "gpus", "why"),
+    [
+        ({"targets": ["auto"], "drafters": ["auto"]}, "none", [0, 1], "torch of python3 is built for the CPU alone"),
+        ({"targets": ["cpu"], "drafters": ["cpu"]}, "13.0", [0, 1], "the config's layout says so"),
+        ({"targets": ["auto"], "drafters": ["auto"]}, "13.0", [0, 1], ""),
+        ({"targets": ["auto"], "drafters": ["auto"]}, None, [0, 1], ""),  # no torch that we know
+        ({"targets": ["auto"], "drafters": ["auto"]}, "none", [], ""),
+        ({"targets": ["auto"], "drafters": ["auto"]}, "none", None, ""),
+        ({"targets": ["cuda:0"], "drafters": ["auto"]}, "none", [0, 1], ""),
+        ({}, "none", [0, 1], ""),
+        (None, "none", [0, 1], ""),
+    ],
+)
+def test_gpus_for_a_training_on_the_cpu_are_a_note(
+    monkeypatch: pytest.MonkeyPatch, layout: Any, cuda: str | None, gpus: list[int] | None, why: str
+) -> None:
+    monkeypatch.setattr(environment, "look", lambda _: {"torch_cuda": cuda})
+    notes = preflight.on_cpu_all_the_same({"layout": layout}, "python3", gpus)
+    assert len(notes) == bool(why)
+    assert all("it trains on the CPU, and only keeps GPU 0, 1 from others" in it and why in it for it in notes)
+
+
+def test_a_start_says_that_it_trains_on_the_cpu(box: LocalBox) -> None:
+    layout = '{"layout": {"targets": ["cpu"], "drafters": ["cpu"]}}'
+    code, reply = box.try_start("a", f"steps = 1\ncheck_says = {layout}", gpus=[0], share_gpus=True)
+    assert code == 0 and [it for it in reply["notes"] if it.startswith("warning: it trains on the CPU")]
     box.ended(box.path / "runs" / reply["facts"]["run_id"])
 
 
