@@ -28,15 +28,19 @@ class Left(threading.Event):
 
 
 class Time:
-    """Stands for the module time: counts how often the watchdog has looked, and can leap."""
+    """Stands for the module time: it stands still until `step` seconds pass before each look of the watchdog, which are
+    counted. So no machine is too slow for what is to happen before a watchdog has seen enough."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.leapt, self.looks = 0.0, 0
+        self.now, self.step, self.looks = 1000.0, 0.0, 0
+        self.at_look: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.monotonic))
 
     def monotonic(self) -> float:
+        self.at_look()
         self.looks += 1
-        return time.monotonic() + self.leapt
+        self.now += self.step
+        return self.now
 
 
 def wait_until(condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -52,7 +56,7 @@ def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(
 ) -> None:
     # faulthandler writes to stderr too where the watchdog's thread can't run, or tell, for twice its seconds.
     monkeypatch.setattr(module, "_dump_unless_again_within", lambda seconds: None)
-    left, release, told = Left(), threading.Event(), list[str]()
+    left, release, told, clock = Left(), threading.Event(), list[str](), Time(monkeypatch)
 
     def hanging(number: int) -> int:
         release.wait()
@@ -66,6 +70,7 @@ def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(
         with Watchdog(0.1, told.append, what="the training", leave=left) as watchdog:
             watchdog.ask(pipeline.doing)
             watchdog.ask(lambda: {"drafter-0": str(1 / 0)})
+            clock.step = 0.02
             assert left.wait(BOUND)
         release.set()
         caller.join(BOUND)
@@ -87,8 +92,10 @@ def test_a_hang_is_told_with_each_threads_stack_and_what_it_waits_for(
 
 def test_beats_keep_it_quiet_and_so_does_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     left, clock = Left(), Time(monkeypatch)
-    with Watchdog(0.2, leave=left) as watchdog:
-        wait_until(lambda: clock.looks > 20, watchdog.beat)  # at 0.025 s
+    watchdog = Watchdog(0.2, leave=left)
+    clock.at_look, clock.step = watchdog.beat, 0.05
+    with watchdog:
+        wait_until(lambda: clock.looks > 20 or left.is_set())  # a second has passed
     assert not left.is_set()
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
@@ -96,9 +103,12 @@ def test_beats_keep_it_quiet_and_so_does_its_end(monkeypatch: pytest.MonkeyPatch
 def test_a_process_that_was_stopped_and_goes_on_did_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     left, clock = Left(), Time(monkeypatch)
     with Watchdog(0.4, leave=left):
-        clock.leapt = 1e6
-        wait_until(lambda: clock.looks > 2)
+        wait_until(lambda: clock.looks > 0)
+        clock.now += 1e6
+        before = clock.looks
+        wait_until(lambda: clock.looks > before + 1 or left.is_set())
         assert not left.is_set()
+        clock.step = 0.05
         assert left.wait(BOUND)  # but nothing gets on now
 
 
@@ -106,13 +116,14 @@ def test_what_is_allowed_more_time_gets_it_and_nothing_after_it_does(monkeypatch
     left, clock, told = Left(), Time(monkeypatch), list[str]()
     with Watchdog(0.1, told.append, leave=left) as watchdog:
         with watchdog.allow(BOUND), watchdog.allow(0.01):  # which is less than it has
-            before = clock.looks
-            wait_until(lambda: clock.looks > before + 20)  # at 0.0125 s, 0.25 s in all
+            before, clock.step = clock.looks, 0.0125
+            wait_until(lambda: clock.looks > before + 20 or left.is_set())  # 0.25 s in all
             assert not left.is_set()
         assert left.wait(BOUND)
     assert told[0].startswith("the process stands still: nothing got on for 0.1 s;")
-    hangs = Left()
+    hangs, clock.step = Left(), 0.0
     with Watchdog(0.01, told.append, leave=hangs) as watchdog, watchdog.allow(0.2):
+        clock.step = 0.01
         assert hangs.wait(BOUND)
     assert told[1].startswith("the process stands still: nothing got on for 0.2 s;")
 
@@ -154,8 +165,9 @@ HANGS = """
 import ctypes, threading
 from trainer.watchdog import Watchdog
 
+read, buffer = ctypes.PyDLL(None).read, ctypes.create_string_buffer(1)
 with Watchdog(0.2, lambda report: print(report.split("\\n")[0], flush=True)) as watchdog:
-    ctypes.PyDLL(None).usleep(800_000)  # with Python's lock, so that no thread of Python runs
+    read(0, buffer, 1)  # with Python's lock, so that no thread of Python runs
     watchdog.beat()
     print("went on", flush=True)
     threading.Event().wait()
@@ -163,14 +175,21 @@ with Watchdog(0.2, lambda report: print(report.split("\\n")[0], flush=True)) as 
 
 
 def test_a_process_that_hangs_ends_with_code_14() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 14, ended.stderr
+    words, pipe = [sys.executable, "-c", HANGS], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stderr is not None
+        try:
+            of_faulthandler = ""
+            while 'File "<string>", line 7 in <module>' not in of_faulthandler:  # written while Python's lock is held
+                of_faulthandler += process.stderr.readline() or pytest.fail(of_faulthandler)
+            said, report = process.communicate("x", timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 14, report
     line = "the process stands still: nothing got on for 0.2 s; the process ends with code 14"
-    assert ended.stdout == f"went on\n{line}\n"
-    # What faulthandler wrote while Python's lock was held, and then the report.
-    of_faulthandler, _, report = ended.stderr.partition(line)
-    assert of_faulthandler.startswith("Timeout (0:00:00.4") and 'File "<string>", line 6 in <module>' in of_faulthandler
-    assert "thread 'MainThread':\n" in report and "threading.Event().wait()" not in of_faulthandler
+    assert said == f"went on\n{line}\n"
+    assert of_faulthandler.startswith("Timeout (0:00:00.4") and line in report
+    assert "thread 'MainThread':\n" in report
 
 
 WAITS = """
