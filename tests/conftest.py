@@ -1,5 +1,6 @@
 """What the tests share: one sandbox for the whole session, an inventory of it, and the command line run for real."""
 
+import gc
 import os
 import random
 import secrets
@@ -24,6 +25,10 @@ from trainer.models import models_folder
 # As the trainer's own command line does, before anything imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Images for containers tell Python to keep no byte code: here each of a thousand processes would compile what it
+# imports anew, and each worker of pytest all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
             name, max_examples=count, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
         )
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: looking through it for garbage takes some third of the collection, and
+    then a tenth of the tests' own time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import Nursery
 from tiny import tiny_training
 from torch_repaired import as_it_came, undo
 from transformers import AutoTokenizer
@@ -19,6 +20,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_training(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def nursery(_nursery: Nursery) -> Iterator[Nursery]:
+    """Starts trainers as processes; what a test leaves of them is killed."""
+    yield _nursery
+    _nursery.clear()
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Trainers as processes of their own that start in a moment: forked from one that has imported everything.
 
-with Nursery(folder) as nursery:
     trainer = nursery.start("train", config, run)
     trainer.kill()
+
+What differs from `python -m trainer` is that the imports are done when it begins. That a process which does them itself
+is no other is proved by tests/ops/test_train.py and test_main.py.
 """
 
 import json
@@ -14,83 +16,116 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+MAIN = "from trainer.__main__ import leave, main\nleave(main())"
 
 _PROGRAM = """
-import json, os, sys
+import ctypes, gc, json, os, signal, sys
+
+gc.disable()
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
-import trainer.train
-from trainer.__main__ import leave, main
+import trainer.export, trainer.prepare, trainer.train
 
+def become(words, code, log, environment):
+    gc.enable()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: what a failed test leaves ends with the tests
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(to, 1), os.dup2(to, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[1:] = words
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+gc.freeze()  # what is imported stays, here and in the children
 for line in sys.stdin:
-    words, log = json.loads(line)
-    if words is None:  # only now does the child's number become free for another process
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    asked = json.loads(line)
+    if isinstance(asked, int):  # only now does the child's number become free for another process
+        print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
         continue
     child = os.fork()
     if child == 0:  # no thread runs yet and torch has computed nothing, so there is nothing that a fork could break
-        to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(to, 1), os.dup2(to, 2)
-        leave(main(words))
+        os.setsid()
+        become(*asked)
+        sys.exit()
     print(child, flush=True)
 """
 
 
 @dataclass
 class Child:
-    """One trainer; its exit code is negative when a signal ended it."""
+    """One trainer, the first process of a session; its exit code is negative when a signal ended it."""
 
     pid: int
     log: Path
-    _nursery: subprocess.Popen[str]
+    _nursery: "Nursery"
 
     def said(self) -> str:
+        """On stdout and stderr."""
         return self.log.read_text() if self.log.exists() else ""
+
+    def ended(self) -> bool:
+        """Until wait() has told its code it is still there, as a zombie."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def kill(self) -> int:
         """SIGKILL; returns the exit code, which is the trainer's own when it was quicker."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         return self.wait()
 
     def wait(self) -> int:
-        return _ask(self._nursery, None, None)
-
-
-def _ask(nursery: subprocess.Popen[str], words: list[str] | None, log: str | None) -> int:
-    assert nursery.stdin is not None and nursery.stdout is not None
-    print(json.dumps([words, log]), file=nursery.stdin, flush=True)
-    return int(nursery.stdout.readline())
+        return self._nursery.code_of(self)
 
 
 class Nursery:
-    """One child at a time."""
+    """Begins with its first child; its end is the end of all of them."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+        self._folder, self._count, self._children = folder, 0, list[Child]()
+        self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> "Nursery":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def start(self, *words: str | Path) -> Child:
+    def start(self, *words: str | Path, code: str = MAIN, log: Path | None = None) -> Child:
+        """code: what the process runs, as `python -c` does, with the words in sys.argv. log: where its output goes,
+        which may be a named pipe."""
         self._count += 1
-        log = self._folder / f"log-{self._count}"
-        return Child(_ask(self._process, [str(word) for word in words], str(log)), log, self._process)
+        log = log or self._folder / f"log-{self._count}"
+        pid = self._ask([[str(word) for word in words], code, str(log), dict(os.environ)])
+        self._children.append(Child(pid, log, self))
+        return self._children[-1]
+
+    def code_of(self, child: Child) -> int:
+        code = self._ask(child.pid)
+        self._children.remove(child)
+        return code
+
+    def clear(self) -> None:
+        """Kills what nobody has waited for."""
+        for child in [*self._children]:
+            child.kill()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        self._process, self._children = None, []
+
+    def _ask(self, what: object) -> int:
+        if self._process is None:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            words, pipe = [sys.executable, "-c", _PROGRAM], subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps(what), file=self._process.stdin, flush=True)
+            return int(self._process.stdout.readline())
+        except BaseException:  # a test that took too long: the answer is still to come, and would be the next one's
+            self.close()
+            raise
 
 
 def retry_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import Nursery, retry_until
 from safetensors.torch import load_file, save_file
 from test_checkpoint import at, learn, trained
 from tiny_checkpoints import save_checkpoint, save_drafter
@@ -301,15 +299,11 @@ def test_sigterm_while_it_is_read_back_leaves_nothing(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_a_kill_leaves_no_export_and_the_next_one_clears_up(tmp_path: Path, here: None) -> None:
+def test_a_kill_leaves_no_export_and_the_next_one_clears_up(tmp_path: Path, here: None, nursery: Nursery) -> None:
     folder, out, building = saved(tmp_path / "drafter"), tmp_path / "out", tmp_path / ".out.tmp"
-    process = subprocess.Popen([sys.executable, "-m", "trainer", "export", str(folder), str(out)])
-    end = time.monotonic() + 60
-    while not (building / "dflash.py").exists():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.005)
-    process.kill()
-    process.wait(60)
+    exporting = nursery.start("export", folder, out)
+    retry_until(lambda: (building / "dflash.py").exists() or exporting.ended())
+    assert exporting.kill() == -signal.SIGKILL, exporting.said()
     assert not out.exists() and building.exists()
     export(folder, out, "hf", torch.bfloat16, target=None)
     assert out.exists() and not building.exists()

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import Nursery
 from safetensors.torch import load_file
 from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
 
@@ -262,19 +261,20 @@ leave(main())
 """
 
 
-def test_a_training_that_stands_still_ends_with_a_code_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_training_that_stands_still_ends_with_a_code_of_its_own(
+    tiny_folder: Path, tmp_path: Path, nursery: Nursery
+) -> None:
     from tiny import tiny_toml
 
     changes = layout(2, 2, layout__stall_seconds=2, train__checkpoint_every=1, train__steps=9)
     files = (tiny_folder / "target", tiny_folder / "train.jsonl", tiny_folder / "heldout.jsonl")
     (tmp_path / "c.toml").write_text(tiny_toml(*files, **changes))
-    command = [sys.executable, "-c", STANDING, "train", str(tmp_path / "c.toml"), str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == STALLED_CODE, ended.stderr
+    ended = nursery.start("train", tmp_path / "c.toml", tmp_path / "run", code=STANDING)
+    assert ended.wait() == STALLED_CODE, ended.said()
     first = "the training stands still: nothing got on for 2 s; the process ends with code 14"
-    assert first in ended.stderr.split("\n")
-    assert re.search(r"'target-\d' works on item 6, for [\d.]+ s", ended.stderr)
-    assert "in standing" in ended.stderr  # where it stands
+    assert first in ended.said().split("\n")
+    assert re.search(r"'target-\d' works on item 6, for [\d.]+ s", ended.said())
+    assert "in standing" in ended.said()  # where it stands
     status = status_of(tmp_path / "run")
     assert (status.state, status.error) == ("failed", first)
     assert status.checkpoint is not None and weights(tmp_path / "run", status.step)

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
+from nursery import Nursery
 
 from trainer.__main__ import OTHERS, main
 from trainer.config import TrainConfig
@@ -137,12 +138,12 @@ runpy.run_module("trainer", run_name="__main__")
 """
 
 
-def test_an_error_with_a_thread_left_behind_ends_with_its_traceback_and_code_1() -> None:
+def test_an_error_with_a_thread_left_behind_ends_with_its_traceback_and_code_1(nursery: Nursery) -> None:
     """And not with an abort, since the thread can't be in torch while Python takes itself down."""
-    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.startswith("Traceback (most recent call last):\n")
-    assert ended.stderr.endswith("\nRuntimeError: shapes differ\nraised in the worker drafter\n")
+    ended = nursery.start(code=FAILS)
+    assert ended.wait() == 1, ended.said()
+    assert ended.said().startswith("Traceback (most recent call last):\n")
+    assert ended.said().endswith("\nRuntimeError: shapes differ\nraised in the worker drafter\n")
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", "config.toml"], ["train", "--dry-run"]])

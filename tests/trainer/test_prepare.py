@@ -3,12 +3,9 @@
 import gzip
 import itertools
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nursery import Nursery, retry_until
 from tiny import conversations, write_jsonl
 
 from trainer.__main__ import main as command
@@ -465,26 +463,22 @@ def test_the_target_s_weights_are_not_read(tiny_folder: Path, tmp_path: Path) ->
         load_tokenizer(str(tmp_path))
 
 
-def test_a_killed_prepare_leaves_nothing_that_passes_as_data(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_killed_prepare_leaves_nothing_that_passes_as_data(
+    tiny_folder: Path, tmp_path: Path, nursery: Nursery
+) -> None:
     rows = conversations(2000, words=150)
     path = write_jsonl(tmp_path / "data.jsonl", rows)
     words = ["prepare", path, "--target", tiny_folder / "target", "--out", tmp_path / "out", "--workers", "2"]
-    running = subprocess.Popen([sys.executable, "-m", "trainer", *map(str, words)], start_new_session=True)
+    running = nursery.start(*words)  # the first process of a session
     building = tmp_path / ".out.tmp" / "ids.bin"
-    deadline = time.monotonic() + 100
-    while not (building.exists() and building.stat().st_size) and time.monotonic() < deadline:
-        assert running.poll() is None
-        time.sleep(0.02)
-    os.kill(running.pid, signal.SIGKILL)
-    running.wait()
+    retry_until(lambda: running.ended() or (building.exists() and building.stat().st_size > 0))
+    assert running.kill() == -signal.SIGKILL, running.said()
     assert not (tmp_path / "out").exists()
     tokenizer, ends = load_tokenizer(str(tiny_folder / "target"))
     with pytest.raises(DataError):
         prepared_data(tmp_path / ".out.tmp", tokenizer, into=tmp_path / "no")
     # Its workers end with it.
-    while time.monotonic() < deadline and alive_in_session(running.pid):
-        time.sleep(0.05)
-    assert not alive_in_session(running.pid)
+    retry_until(lambda: not alive_in_session(running.pid))
     # The next one takes the remains away.
     write_jsonl(path, rows[:3])
     assert len(prepared_data(path, tokenizer, into=tmp_path / "out", end_tokens=ends)) == 3

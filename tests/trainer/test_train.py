@@ -4,16 +4,15 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nursery import Child, Nursery, retry_until
 from tiny import conversations, tiny_toml, write_jsonl
 from tiny_checkpoints import save_drafter
 from tiny_runs import StopAfter, assert_same_weights, config_of, figures, metrics_of, silent, status_of
@@ -314,32 +313,13 @@ def test_a_target_that_hangs_does_not_take_a_stops_checkpoint_away(
 # --- as a process ---
 
 
-def retry_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+def wait_for_step(trainer: Child, run: Path, step: int) -> None:
+    def there() -> bool:
+        assert not trainer.ended(), trainer.said()
+        metrics = RunDir(run).metrics
+        return metrics.exists() and any(r.step >= step for r in read_metrics(metrics.read_bytes()))
 
-
-class Trainer:
-    """`python -m trainer train` as a process."""
-
-    def __init__(self, config: Path, run: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "trainer", "train", str(config), str(run), *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.run = run
-
-    def wait_for_step(self, step: int) -> None:
-        def there() -> bool:
-            assert self.process.poll() is None, self.process.stdout and self.process.stdout.read()
-            metrics = RunDir(self.run).metrics
-            return metrics.exists() and any(r.step >= step for r in read_metrics(metrics.read_bytes()))
-
-        retry_until(there)
-
-    def end(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, output
+    retry_until(there)
 
 
 @pytest.fixture
@@ -352,13 +332,15 @@ def long_config(tiny_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_config: Path, tmp_path: Path) -> None:
-    trainer = Trainer(long_config, tmp_path / "run")
-    trainer.wait_for_step(9)
-    os.kill(trainer.process.pid, signal.SIGUSR1)  # asks for the stacks, and ends nothing
-    trainer.wait_for_step(10)
-    os.kill(trainer.process.pid, number)
-    code, output = trainer.end()
+def test_a_signal_ends_on_a_checkpoint_with_code_0(
+    number: signal.Signals, long_config: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    trainer = nursery.start("train", long_config, tmp_path / "run")
+    wait_for_step(trainer, tmp_path / "run", 9)
+    trainer.signal(signal.SIGUSR1)  # asks for the stacks, and ends nothing
+    wait_for_step(trainer, tmp_path / "run", 10)
+    trainer.signal(number)
+    code, output = trainer.wait(), trainer.said()
     status = status_of(tmp_path / "run")
     assert code == 0, output
     assert (status.state, status.checkpoint) == ("stopped", f"step-{status.step:08d}")
@@ -368,16 +350,16 @@ def test_a_signal_ends_on_a_checkpoint_with_code_0(number: signal.Signals, long_
     assert metrics_of(tmp_path / "run")[-1].step == status.step
 
 
-def test_a_log_that_nobody_reads_any_more_loses_no_step(long_config: Path, tmp_path: Path) -> None:
+def test_a_log_that_nobody_reads_any_more_loses_no_step(long_config: Path, tmp_path: Path, nursery: Nursery) -> None:
     """What a supervisor's death looks like from inside: first the pipe breaks, then SIGTERM comes."""
+    os.mkfifo(tmp_path / "log")
     never = ("--set", "train.log_every=5000", "--set", "train.checkpoint_every=5000")
-    trainer = Trainer(long_config, tmp_path / "run", *never)
-    assert trainer.process.stdout is not None
-    while not trainer.process.stdout.readline().startswith("step 1/"):
-        assert trainer.process.poll() is None
-    trainer.process.stdout.close()
-    os.kill(trainer.process.pid, signal.SIGTERM)
-    assert trainer.process.wait(60) == 0
+    trainer = nursery.start("train", long_config, tmp_path / "run", *never, log=tmp_path / "log")
+    with (tmp_path / "log").open() as log:
+        while not (line := log.readline()).startswith("step 1/"):
+            assert line  # else it has ended
+    trainer.signal(signal.SIGTERM)
+    assert trainer.wait() == 0
     status = status_of(tmp_path / "run")
     assert status.state == "stopped" and status.step >= 1 and status.checkpoint == f"step-{status.step:08d}"
 
@@ -403,21 +385,21 @@ leave(main())
 """
 
 
-def test_a_thread_that_is_left_behind_spoils_no_good_end(long_config: Path, tmp_path: Path) -> None:
+def test_a_thread_that_is_left_behind_spoils_no_good_end(long_config: Path, tmp_path: Path, nursery: Nursery) -> None:
     """Python aborts when it takes itself down under a thread that computes."""
-    command = [sys.executable, "-c", HANGING, "train", str(long_config), str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    assert "is still busy and was left behind\nstopped at step " in ended.stdout
+    ended = nursery.start("train", long_config, tmp_path / "run", code=HANGING)
+    assert ended.wait() == 0, ended.said()
+    assert "is still busy and was left behind\nstopped at step " in ended.said()
     assert status_of(tmp_path / "run").state == "stopped"
 
 
-def test_a_signal_before_the_first_step_ends_a_run_that_can_be_started_again(long_config: Path, tmp_path: Path) -> None:
-    trainer = Trainer(long_config, tmp_path / "run")
-    # The first record is written after torch and transformers are imported, and before the target is loaded.
-    retry_until(RunDir(tmp_path / "run").status.exists)
-    os.kill(trainer.process.pid, signal.SIGTERM)
-    code, output = trainer.end()
+def test_a_signal_before_the_first_step_ends_a_run_that_can_be_started_again(
+    long_config: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    trainer = nursery.start("train", long_config, tmp_path / "run")
+    retry_until(RunDir(tmp_path / "run").status.exists)  # which is written before the target is loaded
+    trainer.signal(signal.SIGTERM)
+    code, output = trainer.wait(), trainer.said()
     status = status_of(tmp_path / "run")
     assert code == 0, output
     assert "SIGTERM: stopping after this step, on a checkpoint; before the first, soon\n" in output
