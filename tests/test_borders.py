@@ -1,6 +1,7 @@
 """The borders that the design draws between the parts: who may import what, and what loads what."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ PURE = {
 }
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Every module that a file names in an import, at any depth."""
     found: set[str] = set()

@@ -1,5 +1,6 @@
 """The trainer's command line: exit codes, and errors in one line."""
 
+import gc
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import cast
 import pytest
 from nursery import Nursery
 
-from trainer.__main__ import OTHERS, main
+from trainer.__main__ import OTHERS, imported, main
 from trainer.config import TrainConfig
 
 
@@ -44,6 +45,22 @@ def test_check_imports_no_torch(tiny_folder: Path) -> None:
     code = "import sys; from trainer.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "check", str(tiny_folder / "config.toml")]
     assert subprocess.check_output(command, text=True).endswith("False\n")
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "heavy.py").write_text("import gc\nlooks = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")  # so that this is the process's first import
+    gc.unfreeze()
+    try:
+        heavy = imported("heavy")
+    finally:
+        sys.modules.pop("heavy", None)
+    assert not heavy.looks and gc.isenabled() and gc.get_freeze_count() > 0
+    (tmp_path / "broken.py").write_text("raise ValueError")
+    with pytest.raises(ValueError):
+        imported("broken")
+    assert gc.isenabled()
 
 
 def test_train_refuses_a_wrong_config_before_it_makes_anything(
