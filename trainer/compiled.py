@@ -12,8 +12,13 @@ import torch
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled for one shape, by rules alone: left to itself Inductor times some kernels and takes the quickest, so
     that the order of sums, and with it the last bits, would differ from GPU to GPU and from cache to cache.
+
+    That holds where nothing is summed, too: which product of a * b + c * d is rounded before the sum depends on the
+    size of a program. Two replicas whose updates were compiled in two sizes were apart after some steps.
     """
     import torch._inductor.config as inductor
 
-    rules = {"deterministic": True} if hasattr(inductor, "deterministic") else {}  # torch 2.10 and later
+    rules: dict[str, Any] = {"triton.autotune_pointwise": False}
+    if hasattr(inductor, "deterministic"):  # torch 2.10 and later
+        rules["deterministic"] = True
     return torch.compile(function, dynamic=False, fullgraph=True, options=cast(Any, rules))

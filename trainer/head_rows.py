@@ -43,22 +43,24 @@ if AVAILABLE:
         told = tl.load(start + label).to(tl.float32)
         own = label // GROUP * GROUP  # where the label's group begins
         group = own + tl.arange(0, GROUP)
-        near = tl.load(start + group, mask=group < label, other=-2.0e38).to(tl.float32)
-        highest = tl.full([LANES], -2.0e38, tl.float32)  # not infinity: less itself that is nothing
-        before = tl.full([LANES], -2.0e38, tl.float32)  # the highest in groups before the label's
+        near = tl.load(start + group, mask=group < label, other=-1.7014118e38).to(tl.float32)
+        # Not infinity: less itself that is nothing. Minus 2**127: what multiplies a power of two does not round it, or
+        # less its rounded self it would be a large number, where product and difference are one operation.
+        highest = tl.full([LANES], -1.7014118e38, tl.float32)
+        before = tl.full([LANES], -1.7014118e38, tl.float32)  # the highest in groups before the label's
         summed = tl.zeros([LANES], tl.float32)
         for first in range(0, whole, width):
             x = tl.load(start + first + offsets).to(tl.float32)
             here = tl.max(x, axis=1)
-            before = tl.maximum(before, tl.where(first + lane < own, here, -2.0e38))
+            before = tl.maximum(before, tl.where(first + lane < own, here, -1.7014118e38))
             higher = tl.maximum(highest, here)
             shift = higher * 1.4426950408889634
             powers = tl.exp2(x * 1.4426950408889634 - shift[:, None])
             summed = summed * tl.exp2(highest * 1.4426950408889634 - shift) + tl.sum(powers, axis=1)
             highest = higher
-        x = tl.load(start + whole + offsets, mask=whole + offsets < columns, other=-2.0e38).to(tl.float32)
+        x = tl.load(start + whole + offsets, mask=whole + offsets < columns, other=-1.7014118e38).to(tl.float32)
         here = tl.max(x, axis=1)
-        before = tl.maximum(before, tl.where(whole + lane < own, here, -2.0e38))
+        before = tl.maximum(before, tl.where(whole + lane < own, here, -1.7014118e38))
         higher = tl.maximum(highest, here)
         shift = higher * 1.4426950408889634
         powers = tl.exp2(x * 1.4426950408889634 - shift[:, None])
@@ -75,7 +77,7 @@ if AVAILABLE:
             for first in range(0, whole, width):
                 x = tl.load(start + first + offsets).to(tl.float32)
                 tl.store(start + first + offsets, tl.exp2(x * 1.4426950408889634 - total).to(kind))
-            x = tl.load(start + whole + offsets, mask=whole + offsets < columns, other=-2.0e38).to(tl.float32)
+            x = tl.load(start + whole + offsets, mask=whole + offsets < columns, other=-1.7014118e38).to(tl.float32)
             powers = tl.exp2(x * 1.4426950408889634 - total)
             tl.store(start + whole + offsets, powers.to(kind), mask=whole + offsets < columns)
             tl.debug_barrier()  # the label's own is written twice
@@ -83,8 +85,8 @@ if AVAILABLE:
 
 
 def takes(logits_RV: Tensor) -> bool:
-    """Whether `rows_in_place` can be had for them."""
-    return AVAILABLE and logits_RV.is_cuda and logits_RV.dtype in (torch.bfloat16, torch.float16)
+    """Whether `rows_in_place` can be had for them. (float16 has no number as low as the one for nothing.)"""
+    return AVAILABLE and logits_RV.is_cuda and logits_RV.dtype == torch.bfloat16
 
 
 def rows_in_place(logits_RV: Tensor, labels_R: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor]:
