@@ -86,7 +86,8 @@ def rows_of(size: Size, kind: str, device: torch.device) -> RowBatch:
 def mask_alone(size: Size, batch: FeatureBatch, ours: Ours) -> dict[str, Any]:
     """The tiles of a batch's mask, and that other anchors need no compilation."""
     learner, device = ours.learner, batch.features_BSF.device
-    many, lists = learner._merged_heads, learner._lists
+    merged, lists = learner.attention(size.row_tokens)[0], learner._lists
+    many = learner.model.config.num_kv_heads if merged else 1
     blocks = batch.part(0).blocks
 
     def build() -> None:

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ ATTENTION: dict[str, tuple[bool, Options]] = {
     "as on a Hopper": (True, HOPPER),
     "prescaled": (False, {"PRESCALE_QK": True}),
     "tma": (False, {"USE_TMA": True}),
+    "as on a Hopper, not merged": (False, HOPPER),
+    "fwd 128x64 w8 s3": (True, HOPPER | forward(128, 64, 8, 3)),
+    "fwd 128x128 w8 s2": (True, HOPPER | forward(128, 128, 8, 2)),
+    "fwd 128x32 w4 s3": (True, HOPPER | forward(128, 32, 4, 3)),
+    "fwd 64x32 w4 s4": (True, HOPPER | forward(64, 32, 4, 4)),
     "fwd 128x128 w8 s3": (True, forward(128, 128, 8, 3)),
     "fwd 128x64 w4 s3": (True, forward(128, 64, 4, 3)),
     "fwd 64x128 w4 s3": (True, forward(64, 128, 4, 3)),
@@ -64,6 +70,13 @@ ATTENTION: dict[str, tuple[bool, Options]] = {
     "bwd 64,64 w4 s2": (True, backward(64, 64, 64, 64, 4, 2)),
     "bwd 64,64 w8 s2": (True, backward(64, 64, 64, 64, 8, 2)),
     "bwd 32,128 w8 s3": (True, backward(32, 128, 128, 32, 8, 3)),
+    "bwd 64,64,64,32 w4 s2": (True, backward(64, 64, 64, 32, 4, 2)),
+    "bwd 32,64,64,64 w4 s3": (True, backward(32, 64, 64, 64, 4, 3)),
+    "bwd 32,128,64,32 w8 s2": (True, backward(32, 128, 64, 32, 8, 2)),
+    "bwd 32,128,64,32 w4 s3": (True, backward(32, 128, 64, 32, 4, 3)),
+    "bwd 32,32,32,32 w4 s3": (True, backward(32, 32, 32, 32, 4, 3)),
+    "bwd 32,64,128,32 w4 s3": (True, backward(32, 64, 128, 32, 4, 3)),
+    "bwd 32,64,128,32 w8 s3": (True, backward(32, 64, 128, 32, 8, 3)),
     "bwd 32,64 w4 s4": (True, backward(32, 64, 64, 32, 4, 4)),
     "bwd 32,64 w4 s2": (True, backward(32, 64, 64, 32, 4, 2)),
 }
@@ -297,6 +310,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--size", choices=SIZES, default="qwen3-4b")
+    parser.add_argument("--row-tokens", type=int, help="instead of the size's")
+    parser.add_argument("--anchors", type=int, help="instead of the size's")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--compile-only", type=share, metavar="I/N", help="the I-th of N processes that fill the cache")
     parser.add_argument("--quick", action="store_true")
@@ -311,11 +326,14 @@ def main() -> int:
         parser.error("there is no GPU here: --quick runs tiny shapes")
     if device.type == "cuda":
         use_compile_cache(lambda line: print(line, file=sys.stderr))
+    size = SIZES[options.size]
+    size = replace(size, row_tokens=options.row_tokens or size.row_tokens, anchors=options.anchors or size.anchors)
     found: dict[str, Any] = {"what": "parts", "size": options.size, "where": where(device)}
+    found |= {"row_tokens": size.row_tokens, "anchors": size.anchors}
     options.found = found
     for name in options.parts:
         try:
-            found[name] = PARTS[name](SIZES[options.size], device, options)
+            found[name] = PARTS[name](size, device, options)
         except Exception as error:  # the other parts needn't be lost
             found[name] = {"failed": {"failed": why(error)}}
         save(found, options.out)

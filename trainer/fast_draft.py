@@ -24,11 +24,14 @@ from trainer.features import block_embeds
 from trainer.update import Weight
 
 Options = tuple[tuple[str, int | bool], ...]
-HOPPER: dict[str, int | bool] = {
+HOPPER_FORWARD: dict[str, int | bool] = {
     "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
-    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32, "bwd_num_warps": 4,
-    "bwd_num_stages": 3,
 }  # fmt: skip
+HOPPER: dict[str, int | bool] = {
+    **HOPPER_FORWARD, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32,
+    "bwd_num_warps": 4, "bwd_num_stages": 3,
+}  # fmt: skip
+LONG = 8192  # tokens of a row: in longer ones the pieces of one head fill a GPU by themselves
 
 
 class LayerWeights(NamedTuple):
@@ -174,11 +177,16 @@ def by_token(seen: Tensor, merged: int) -> Tensor:
     return seen.unflatten(2, (merged, -1)).permute(0, 3, 2, 1, 4).flatten(2)
 
 
-def options_for(device: torch.device, head_dim: int) -> Options:
-    """Flex attention's kernels as they are fastest where that was measured (docs/speed.md); else its own choice."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or head_dim > 128:
-        return ()
-    return tuple(sorted(HOPPER.items()))
+def attention_of(device: torch.device, head_dim: int, row_tokens: int) -> tuple[bool, Options]:
+    """Whether heads are merged for rows of so many tokens, and flex attention's kernels: as they are fastest where that
+    was measured (docs/speed.md); else its own choice.
+    """
+    if device.type != "cuda":
+        return False, ()
+    long = row_tokens > LONG
+    if torch.cuda.get_device_capability(device) != (9, 0) or head_dim > 128:
+        return not long, ()
+    return not long, tuple(sorted((HOPPER_FORWARD if long else HOPPER).items()))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention, options: Options) -> Tensor:

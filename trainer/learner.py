@@ -20,7 +20,7 @@ from trainer.blocks import Lists, dense_mask, make_blocks, tile_lists, tile_mask
 from trainer.compiled import compiled
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
-from trainer.fast_draft import WorkingCopy, forward, options_for
+from trainer.fast_draft import Options, WorkingCopy, attention_of, forward
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
 from trainer.optim import clip_scale, divide_gradients, gradient_norms, norms_of, step_if, total_norm
@@ -186,15 +186,11 @@ class Learner:
         self._head_VH, self._weighting, self._chunk_blocks, self._clip = head_VH, weighting, chunk_blocks, clip
         self.device = head_VH.device
         on_gpu = self.device.type == "cuda"
-        self._merged_heads = model.config.num_kv_heads if on_gpu else 1
-        self._options = options_for(self.device, model.config.head_dim)
         self._working: WorkingCopy | None = None
         self._forward: Callable[..., Tensor] = model
         if on_gpu if copies is None else copies:
             self._working = WorkingCopy(model, torch.bfloat16 if on_gpu else next(model.parameters()).dtype)
             self._forward = forward
-        elif on_gpu:
-            self._merged_heads = 1  # of which draft.py knows nothing
         self._chunk: ChunkLoss = chunk_loss
         self._step: Callable[..., None] = adamw
         self._lists: Callable[..., Lists] = tile_lists
@@ -320,13 +316,20 @@ class Learner:
             nothing = torch.zeros((), device=self.device)
             update_weights(optimizer, [stand_in], lr=0.0, scale=nothing, good=nothing > 0, step=self._step)
 
+    def attention(self, row_tokens: int) -> tuple[bool, Options]:
+        """attention_of; draft.py itself knows nothing of either."""
+        if self._working is None:
+            return False, ()
+        return attention_of(self.device, self.model.config.head_dim, row_tokens)
+
     def _part(self, batch: FeatureBatch, index: int) -> tuple[LossTerms, Tensor]:
         """One forward and its loss; with the accepted slots of each block, [B, N]."""
         part, draft = batch.part(index), self.model.config
         blocks, row_tokens = part.blocks, part.positions_BS.shape[1]
         on_gpu = self.device.type == "cuda"
+        merged, options = self.attention(row_tokens)
         if on_gpu:
-            many, lists = self._merged_heads, self._lists
+            many, lists = draft.num_kv_heads if merged else 1, self._lists
             attention = tuple(tile_mask(blocks, row_tokens, sight, many, lists) for sight in draft.sights)
         else:
             attention = tuple(dense_mask(blocks, row_tokens, sight) for sight in draft.sights)
@@ -343,8 +346,8 @@ class Learner:
                 part.positions_BS,
                 blocks.positions_BQ,
                 attention,
-                self._merged_heads > 1,
-                self._options,
+                merged,
+                options,
                 draft_kernels.kernels_for(part.features_BSF, draft.head_dim, tokens=lengths),
             )
         else:
