@@ -32,6 +32,18 @@ Rotation = tuple[Tensor, Tensor]
 KeyValue = tuple[Tensor, Tensor]
 
 
+class Matrix(nn.Linear):
+    """Without a bias, and without numbers: whoever makes a drafter draws them or reads them, and torch's own, which
+    come first otherwise, take seconds for a large one.
+    """
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, in float32 (or wider), result in the input's dtype.
 
@@ -127,10 +139,10 @@ class DraftAttention(nn.Module):
         self.head_dim = config.head_dim
         wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.grouped = config.num_heads != config.num_kv_heads
-        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.q_proj = Matrix(config.hidden_size, wide)
+        self.k_proj = Matrix(config.hidden_size, narrow)
+        self.v_proj = Matrix(config.hidden_size, narrow)
+        self.o_proj = Matrix(wide, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -159,9 +171,9 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Matrix(config.hidden_size, config.intermediate_size)
+        self.up_proj = Matrix(config.hidden_size, config.intermediate_size)
+        self.down_proj = Matrix(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -209,14 +221,14 @@ class DraftModel(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.fc = Matrix(config.feature_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layer_sights = config.layer_sights  # worked out here: the compiled forward reads plain numbers
         self.rotary = Rotary(config)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, Matrix):
                 nn.init.normal_(module.weight, std=INITIALIZER_RANGE)
 
     def forward(

@@ -351,10 +351,15 @@ def learners_of(
     if fresh:
         seed_all(config.train.seed)
         start_weights(model, init_from, say, target)
+    model = model.to(devices[0])  # the first one's: the others have copies of it
     heads = {each.device: each.head_weight for each in reversed(ground.targets)}
     return [
-        make_learner(config, copy.deepcopy(model).to(device), heads.setdefault(device, target.head_weight.to(device)))
-        for device in devices
+        make_learner(
+            config,
+            copy.deepcopy(model).to(device) if number else model,
+            heads.setdefault(device, target.head_weight.to(device)),
+        )
+        for number, device in enumerate(devices)
     ]
 
 
