@@ -201,8 +201,8 @@ def advice(
     that nobody uses too. most_drafters: how many there may be, as many as a step has rows.
 
     The work of a row is taken to cost the same whoever does it: with t device seconds of target work and d of drafter
-    work a row, n targets and m drafters get through min(n / t, m / d) rows a second. None also where workers share a
-    device: their seconds don't tell what each of them costs.
+    work a row, n targets and m drafters get through min(n / t, m / d) rows a second; g GPUs that have a target and a
+    drafter each, through g / (t + d). None also where workers share a device: their seconds don't tell what each costs.
     """
     used = [*chain.from_iterable(target_devices), *draft_devices]
     unknown = not targets or not drafters or any(worker.total <= 0 for worker in (*targets, *drafters))
@@ -226,6 +226,14 @@ def advice(
     spread = [len(devices) for devices in target_devices]
     room_for = max(gpus or 0, len(used))
     split, gain = _best_split(n * load_t, m * load_d, spread, m, room_for, most_drafters or room_for)
+    # A GPU that has both is never idle; a target that is spread needs more than one.
+    both = room_for / (n * load_t + m * load_d) / min(1 / load_t, 1 / load_d)
+    if max(spread) == 1 and room_for <= (most_drafters or room_for) and both >= max(gain, 1.0) * (1 + BALANCED):
+        reached = f"would reach about {both:.1f} times as many tokens/s"
+        return (
+            f"{features if load_t > load_d else room}: a target and a drafter on each of the {room_for} GPUs "
+            f"{reached}, if there is memory for both (train --dry-run tells)"
+        )
     better = f"({n}+{m} -> {split[0]}+{split[1]} would reach about {gain:.1f} times as many tokens/s)"
     if gain < 1 + BALANCED:
         if min(for_room, for_features) >= BALANCED:

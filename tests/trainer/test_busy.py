@@ -190,26 +190,40 @@ FULL = Busy(working=100)
             "the targets wait 60% of the time for room: another drafter (6+2 -> 5+3 would reach about 1.5 times as "
             "many tokens/s), or fewer train.anchors",
         ),
-        (  # a GPU that nobody uses
+        (  # a GPU that nobody uses; a step has two rows
             [FULL],
             [drafter(60, 40)],
-            {"gpus": 3},
+            {"gpus": 3, "most": 2},
             "the drafters wait 40% of the time for features: another target worker (1+1 -> 2+1 would reach about 1.7 "
             "times as many tokens/s), or raise train.anchors",
         ),
-        (
+        (  # a step has one row only
             [FULL],
             [drafter(60, 40)],
-            {},
+            {"most": 1},
             "the drafters wait 40% of the time for features: another target worker would need another GPU, or "
             "train.anchors could be about 1.7 times as many at the same speed",
         ),
         (
             [target(50, room=50)],
             [FULL],
-            {},
+            {"most": 1},
             "the targets wait 50% of the time for room: another drafter would need another GPU; fewer train.anchors "
             "are faster too",
+        ),
+        (  # of 1 + 1, of which one waits, none would
+            [target(50, room=50)],
+            [FULL],
+            {},
+            "the targets wait 50% of the time for room: a target and a drafter on each of the 2 GPUs would reach about "
+            "1.3 times as many tokens/s, if there is memory for both (train --dry-run tells)",
+        ),
+        (
+            [FULL],
+            [drafter(60, 40)],
+            {},
+            "the drafters wait 40% of the time for features: a target and a drafter on each of the 2 GPUs would reach "
+            "about 1.2 times as many tokens/s, if there is memory for both (train --dry-run tells)",
         ),
         (  # a target over two GPUs: one more takes two drafters' place
             [FULL] * 2,
@@ -268,11 +282,17 @@ def test_the_advised_split_is_the_best_of_the_model(
     busy_t, busy_d = now * target_seconds / targets, now * drafter_seconds / drafters  # of the time
     line = said([target(busy_t, room=1 - busy_t)] * targets, [drafter(busy_d, 1 - busy_d)] * drafters)
     best = max(rate(n, gpus - n) for n in range(1, gpus)) / now
-    assume(abs(best - 1 - BALANCED) > 1e-6)
+    both = gpus / (target_seconds + drafter_seconds) / now  # on each GPU
+    assume(abs(best - 1 - BALANCED) > 1e-6 and abs(both - best * (1 + BALANCED)) > 1e-6)
     if max(1 - busy_t, 1 - busy_d) < BALANCED:
         assert line is None
         return
     assert line is not None
+    if both > best * (1 + BALANCED):
+        assert f"on each of the {gpus} GPUs" in line
+        assert float(line.partition("about ")[2].partition(" ")[0]) == pytest.approx(both, abs=0.051)
+        return
+    assert "on each of" not in line
     if best < 1 + BALANCED:
         assert "->" not in line
         return
