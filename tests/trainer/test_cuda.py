@@ -21,6 +21,7 @@ from trainer.records import RunDir, checkpoint_name, read_metrics, read_status
 from trainer.target import TargetModel, load_target
 from trainer.threads import nothing_compiles
 from trainer.train import train
+from trainer.warm import _forms_for  # pyright: ignore[reportPrivateUsage]
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -51,6 +52,12 @@ def learner_on(
     return learner, target
 
 
+def warmed_up(learner: Learner, batch: FeatureBatch) -> None:
+    """By this very batch, as `warm_up` does by one that it makes up."""
+    with _forms_for(1):
+        learner.warm_up(batch)
+
+
 def gpu_batch(learner: Learner, target: TargetModel, seed: int, teacher: bool = False) -> FeatureBatch:
     rows = [make_row(seed, [document(50 + 30 * seed, seed), document(100, seed)], 384)]
     return features_of(target, row_batch(rows, 24, seed), learner.model.config, GPU, anchors=24, teacher=teacher)
@@ -77,7 +84,7 @@ def test_nothing_compiles_after_the_warm_up(objective: Objective, tiny_folder: P
     """Nor for rows with many more anchors, measured in parts."""
     learner, target = learner_on("cuda", tiny_folder, torch.bfloat16, 16, objective)
     teacher = objective != "cross-entropy"
-    learner.warm_up(gpu_batch(learner, target, 0, teacher))
+    warmed_up(learner, gpu_batch(learner, target, 0, teacher))
     with nothing_compiles(GPU):
         for seed in range(1, 4):
             learner.learn(gpu_batch(learner, target, seed, teacher))
@@ -113,7 +120,7 @@ def test_a_step_that_is_not_finite_is_skipped_to_the_bit_without_waiting(fault: 
     spoiled[0, 3, 5] = float(fault)
     bad = replace(batches[2], features_BSF=spoiled)
     for learner in (harmed, spared):
-        learner.warm_up(batches[0])
+        warmed_up(learner, batches[0])
     figures: list[StepFigures] = []
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")  # whatever would make the host wait is an error
@@ -145,7 +152,7 @@ def test_a_step_that_is_not_finite_is_skipped_to_the_bit_without_waiting(fault: 
 def test_figures_are_read_without_waiting_for_what_comes_after(tiny_folder: Path) -> None:
     learner, target = learner_on("cuda", tiny_folder, torch.bfloat16, 16)
     batch = gpu_batch(learner, target, 0)
-    learner.warm_up(batch)
+    warmed_up(learner, batch)
     learner.learn(batch)
     learner.update(1e-3).read()  # the pinned memory is there from now on
     learner.learn(batch)

@@ -42,7 +42,9 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-GRAPHS = 7  # of a device: the drafter's forward, its backward, its forward alone; whole and last chunk, twice each
+# Of a device: the drafter's forward, its backward, its forward alone; whole and last chunk, twice each; then the masks'
+# lists and the update of each kind of weight.
+GRAPHS = 7
 DRAFT = replace(CONFIG, hidden_size=64, intermediate_size=96, head_dim=64, block_size=16)
 SHAPE = BatchShape(rows=2, row_tokens=256, anchors=24, dtype=torch.bfloat16, teacher=False)
 
@@ -116,8 +118,9 @@ def test_the_warm_up_is_all_that_compiles(names: Sequence[str]) -> None:
         before = graphs()
         assert [one.device for one in warmed] == list(dict.fromkeys(names))
         # Learners that share a device share what is compiled for it.
-        assert [one.compiled + one.found for one in warmed] == [GRAPHS] * len(warmed)
-        assert before == (started[0] + (GRAPHS - 1) * len(warmed), started[1])
+        each = {one.compiled + one.found for one in warmed}
+        assert len(each) == 1 and min(each) > GRAPHS
+        assert before == (started[0] + (min(each) - 1) * len(warmed), started[1])  # a backward is no graph of dynamo's
         with nothing_compiles(devices):
             for error in in_threads(*(lambda learner=learner: work(learner) for learner in learners)):
                 if error is not None:
@@ -355,9 +358,11 @@ def test_cold_starts(tiny_folder: Path, tmp_path: Path, soak: bool) -> None:
 def test_the_command_warms_up_for_a_training_and_again_finds_all(tiny_folder: Path, tmp_path: Path) -> None:
     config = config_file(tiny_folder, tmp_path)
     cold_one, again = (json.loads(started(["warm", config, "--json"], tmp_path)) for _ in range(2))
-    (first,), (second,) = cold_one["devices"], again["devices"]
-    assert (first["state"], first["found"], second["state"], second["compiled"]) == ("cold", 0, "warm", 0)
-    assert first["compiled"] == second["found"] > 4
+    assert [one["device"] for one in cold_one["devices"]] == ["the target on cuda:0", "cuda:0"]
+    for first, second in zip(cold_one["devices"], again["devices"], strict=True):
+        assert (first["state"], first["found"], second["state"], second["compiled"]) == ("cold", 0, "warm", 0)
+        assert first["compiled"] == second["found"] > 2
     assert cold_one["cache"] == again["cache"] and Path(again["cache"]).parent == tmp_path / "compile-cache"
     log = started(["train", config, str(tmp_path / "run")], tmp_path)
-    assert f"s, warm: 0 graphs compiled, {second['found']} from the compile cache" in log
+    for second in again["devices"]:
+        assert f"s, warm: 0 graphs compiled, {second['found']} from the compile cache" in log
