@@ -184,19 +184,24 @@ def write_data(size: Size, folder: Path) -> None:
 def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dict[str, Any]:
     """Real trainings: each step logged, none logged; then with checkpoints and measurements."""
     training.load_targets = lambda config, layout: [target] * len(layout.targets)
-    steps, often = (90, 15) if not options.quick else (13, 4)
+    steps, saved_steps, often = (90, 360, 90) if not options.quick else (13, 13, 4)  # a checkpoint is there by the next
+    if options.compile_only:
+        config = config_of(size, folder, 3, chunk_blocks=options.chunk_blocks)
+        training.train(config, folder / "run", say=say)
+        return {}
     found: dict[str, Any] = {}
-    plans = {
+    plans: dict[str, dict[str, int]] = {
         "each step logged": {"log_every": 1},
         "none logged": {"log_every": 10**6},
         "each step logged, again": {"log_every": 1},
-        "saved and measured": {"log_every": 1, "checkpoint_every": often, "eval_every": often},
+        "saved and measured": {"log_every": 1, "checkpoint_every": often, "eval_every": often, "steps": saved_steps},
     }
     for number, (name, plan) in enumerate(plans.items()):
-        config, run = (
-            config_of(size, folder, steps, chunk_blocks=options.chunk_blocks, **plan),
-            folder / f"run-{number}",
-        )
+        if options.plan and name not in options.plan:
+            continue
+        config = config_of(size, folder, plan.pop("steps", steps), chunk_blocks=options.chunk_blocks, **plan)
+        run = folder / f"run-{number}"
+        save(options.found | {"overhead": found}, options.out)
         lines: list[tuple[float, str]] = []
         begun = time.perf_counter()
 
@@ -215,7 +220,7 @@ def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dic
             found[name]["first_step_after_start_s"] = round(
                 age - found[name]["wall_s"] + found[name]["first_step_s"], 1
             )
-        if len(records) < steps:
+        if len(records) < config.train.steps:
             found[name]["tokens_per_s"] = records[-1]["tokens_per_s"]  # of all steps since the first record
             continue
         seconds = [record["seconds"] for record in records]
@@ -239,6 +244,8 @@ def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dic
                 "share_when_each_1000_steps": round(cost / (1000 * usual), 5),
                 "of_a_run": [round(event, 3) for event in events],
             }
+    if options.plan:
+        return found
     logged = [found[name]["tokens_per_s_over_all"] for name in ("each step logged", "each step logged, again")]
     found["logging_costs"] = round(1 - statistics.mean(logged) / found["none logged"]["tokens_per_s"], 4)
     return found
@@ -250,8 +257,11 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="qwen3-4b")
     parser.add_argument("--rounds", type=int, default=12, help="of the features, timed")
     parser.add_argument("--steps", type=int, default=40, help="of the trainer")
+    parser.add_argument("--plan", action="append", help="of overhead, these only")
     parser.add_argument("--chunk-blocks", type=int, default=256)
-    parser.add_argument("--compile-only", action="store_true", help="fill the compile cache for the features")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill the compile cache for the features, or for overhead"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes and few rounds, to see that it works")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
