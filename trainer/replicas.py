@@ -241,8 +241,9 @@ class Replicas:
                 raise TrainingError(
                     f"after step {step} {self._named(0)} and {self._named(number)} are not equal any more: they differ "
                     f"in {wrong[0]}{more}. Each step gives them the same bits, so a GPU or a copy between two went "
-                    f"wrong: look at the kernel's log and nvidia-smi -q -d ECC, and start again, which goes on from "
-                    f"the last checkpoint"
+                    f"wrong, or the GPUs compute apart: look at the kernel's log and nvidia-smi -q -d ECC, and start "
+                    f"again, which goes on from the last checkpoint; if it comes again, "
+                    f"--set layout.optimizer=sharded has each weight made once and copied"
                 )
 
     def _named(self, number: int) -> str:
