@@ -7,7 +7,7 @@ import pytest
 
 from trainer import presets
 from trainer.__main__ import main
-from trainer.config import ConfigFault, TrainConfig, as_mapping, default_gamma, load
+from trainer.config import ConfigFault, TrainConfig, as_mapping, default_gamma, idle_keys, load
 
 OWN = '[data]\ntrain = "own.jsonl"\n[train]\nsteps = 7\n'
 
@@ -87,6 +87,40 @@ def test_what_a_written_config_lacks_has_to_be_filled_in(
     assert f"{out}: data.train: still to be filled in" in capsys.readouterr().err
     assert main(["check", str(out), *rest, "--set=data.train=x.jsonl"]) == 0
     assert capsys.readouterr().out == f"{out}: good, 7 steps\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "targets", "drafters", "rows"),
+    [
+        ("5+3", "cuda:0-4", "cuda:5-7", 9),
+        ("7+1", "cuda:0-6", "cuda:7", 8),
+        ("1+1", "cuda:0", "cuda:1", 8),
+        ("8", "cuda:0-7", "cuda:0-7", 8),
+        ("10", "cuda:0-9", "cuda:0-9", 10),
+        ("1", "cuda:0", "cuda:0", 8),
+    ],
+)
+@pytest.mark.parametrize("name", [None, "qwen3-4b"])
+def test_a_config_is_written_for_a_layout(
+    name: str | None, word: str, targets: str, drafters: str, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its drafters share a step's rows evenly: no line says that padding costs time."""
+    assert main(["config", *([name] if name else []), "--layout", word]) == 0
+    filled = ["data.train=own.jsonl", "train.steps=7", *(() if name else ("target.path=own",))]
+    config = load(capsys.readouterr().out.encode(), filled)
+    assert (config.layout.targets, config.layout.drafters) == ((targets,), (drafters,))
+    assert config.train.rows_per_step == rows and not any("padding" in line for line in idle_keys(config))
+    if name:
+        assert config.train.lr == presets.values_of(name)["train"]["lr"] and config.train.micro_rows == 1
+
+
+@pytest.mark.parametrize("word", ["", "0+3", "5+0", "5+", "+3", "5-3", "5+3+1", "auto", "cuda:0", "1000", "٥+٣", "-1"])
+def test_a_layout_s_word_that_is_none_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", f"--layout={word}"])
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == "" and 'neither TARGETS+DRAFTERS, as "5+3", nor a number of GPUs' in told.err
 
 
 def test_a_config_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ A preset is a TOML file in this folder. What the config itself says goes before 
 
 import argparse
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,13 +33,42 @@ def values_of(name: str) -> dict[str, Any]:
     return tomllib.loads((FOLDER / f"{name}.toml").read_text())
 
 
-def written(model: type[BaseModel], preset: str | None) -> str:
+def gpus_of(word: str) -> tuple[list[str], list[str]]:
+    """The targets and drafters that a layout's word means: "5+3" has targets on GPUs 0 to 4 and drafters on 5 to 7, and
+    "8" a target and a drafter on each of eight. Raises ValueError.
+    """
+    if not re.fullmatch(r"[1-9][0-9]{0,2}(\+[1-9][0-9]{0,2})?", word, re.ASCII):
+        raise ValueError(f'{word!r} is neither TARGETS+DRAFTERS, as "5+3", nor a number of GPUs that have both')
+
+    def named(first: int, count: int) -> list[str]:
+        return [f"cuda:{first}" if count == 1 else f"cuda:{first}-{first + count - 1}"]
+
+    targets, plus, drafters = word.partition("+")
+    if not plus:
+        return named(0, int(word)), named(0, int(word))
+    return named(0, int(targets)), named(int(targets), int(drafters))
+
+
+def laid_out(values: Mapping[str, Any], word: str, rows: int) -> dict[str, Any]:
+    """A preset's values with that layout (gpus_of), and rows of a step that its drafters share evenly: at least those
+    of the preset, or else `rows`.
+    """
+    targets, drafters = gpus_of(word)
+    train, count = values.get("train", {}), int(word.rpartition("+")[2])
+    even = -(-train.get("rows_per_step", rows) // count) * count
+    layout = {**values.get("layout", {}), "targets": targets, "drafters": drafters}
+    return {**values, "train": {**train, "rows_per_step": even}, "layout": layout}
+
+
+def written(model: type[BaseModel], preset: str | None, layout: str | None = None) -> str:
     """A config of this model as TOML, every key explained.
 
     Keys of the preset are set, those that have no default are to be filled in; the others stand there as comments with
-    their default.
+    their default. layout: as gpus_of has it; ValueError when it is none.
     """
     values = values_of(preset) if preset else {}
+    if layout is not None:
+        values = laid_out(values, layout, dict(_fields(model.model_fields["train"]))["rows_per_step"].default)
     head = f"# The preset {preset}, with every key there is.\n" if preset else "# Every key there is.\n"
     head += f'# A key behind a # has its default; where "{UNFILLED}" stands, there is none.\n\n'
     plain = {n: info for n, info in model.model_fields.items() if not _is_section(info)}
@@ -88,14 +118,20 @@ def unfilled(values: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """`python -m trainer config [PRESET] [--out FILE]`. Raises OSError when the file can't be written."""
+    """`python -m trainer config [PRESET] [--layout GPUS] [--out FILE]`. Raises OSError."""
     from trainer.config import TrainConfig
 
     parser = argparse.ArgumentParser("python -m trainer config", description="Write a config, every key explained.")
     parser.add_argument("preset", nargs="?", choices=names(), help="one of %(choices)s; without: no preset's values")
+    parser.add_argument(
+        "--layout", metavar="GPUS", help='"5+3": targets on five GPUs, drafters on three; "8": both on each of eight'
+    )
     parser.add_argument("--out", type=Path, help="a file that is not there yet (default: the terminal)")
     options = parser.parse_args(list(words))
-    text = written(TrainConfig, options.preset)
+    try:
+        text = written(TrainConfig, options.preset, options.layout)
+    except ValueError as error:
+        parser.error(f"--layout: {error}")
     if options.out is None:
         print(text, end="")
         return 0
