@@ -69,3 +69,37 @@ def test_what_records_and_checkpoints_cost(run: Any, soak: bool) -> None:
         pytest.skip("four trainings: with --soak")
     overhead = run("pipeline", "overhead")["overhead"]
     assert overhead["saved and measured"]["of_a_run"] and "logging_costs" in overhead
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
+def test_the_layouts(run: Any) -> None:
+    found = run("layouts")
+    assert found["links"] == {"gpus": 0} and set(found["speed"]) == {"one"}
+    one = found["speed"]["one"]
+    assert one["tokens_per_s"] > 0 and one["times_one_gpu"] == 1 and one["advice"] is None
+
+
+def test_the_layouts_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All splits, the drafters' devices one more at a time; every drafter has as many rows of a step."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    layouts = runpy.run_path(str(FOLDER / "layouts.py"))["layouts"]
+    assert layouts(2, 8) == {
+        "1+1": (["cuda:0"], ["cuda:1"], 8),
+        "both on each": (["cuda:0-1"], ["cuda:0-1"], 8),
+        "one": (["cuda:0"], ["cuda:0"], 8),
+    }
+    of_eight = layouts(8, 8)
+    assert list(of_eight) == ["7+1", "6+2", "5+3", "4+4", "3+5", "2+6", "1+7", "both on each", "one"]
+    assert of_eight["5+3"] == (["cuda:0-4"], ["cuda:5-7"], 9) and of_eight["1+7"] == (["cuda:0"], ["cuda:1-7"], 14)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
+def test_a_training_that_is_ended_and_goes_on_is_compared(run: Any, soak: bool) -> None:
+    if not soak:
+        pytest.skip("seven trainings, each a process: with --soak")
+    found = run("courses")
+    course = found["course"]
+    assert [end["code"] for end in course["broken"]["ends"]] == [0, -9, 1, 0]
+    assert course["same_checkpoint_to_the_bit"] and len(course["digests"]) == 2 and course["same_figures"]["same"]
+    assert found["large"]["ends"][0]["code"] == 0 and found["bare"]["ends"][0]["code"] == 0
