@@ -18,7 +18,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import torch._inductor.config as inductor
 
-    rules: dict[str, Any] = {"triton.autotune_pointwise": False}
-    if hasattr(inductor, "deterministic"):  # torch 2.10 and later
+    rules: dict[str, Any] = {}
+    if hasattr(inductor, "deterministic"):  # torch 2.10 and later: sums
         rules["deterministic"] = True
+    if hasattr(inductor.triton, "autotune_pointwise"):  # the rest
+        rules["triton.autotune_pointwise"] = False
     return torch.compile(function, dynamic=False, fullgraph=True, options=cast(Any, rules))
