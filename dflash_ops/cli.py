@@ -41,8 +41,6 @@ _COMMANDS = {
 
 # The exit code when the reader of our output has gone: that of a program which SIGPIPE ends, as in `exec`.
 _UNREAD = 128 + signal.SIGPIPE
-# After Ctrl-C, for whoever reads what is still to be written.
-_UNREAD_SECONDS = 1.0
 
 
 def _tell_version(wanted: bool) -> None:
@@ -104,6 +102,8 @@ def main() -> NoReturn:
     sys.setswitchinterval(0.0005)
     _open_closed_streams()
     _name_the_user()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leaving.by_ctrl_c)
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, leaving.by_signal)
     debug = "--debug" in sys.argv[1:2]
@@ -114,15 +114,17 @@ def main() -> NoReturn:
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
         if isinstance(done.__context__, BrokenPipeError):
-            code = _UNREAD
+            code = leaving.code_due() or _UNREAD
     except KeyboardInterrupt:  # while modules load
         code = 128 + signal.SIGINT
     except OpsError as error:
-        code = _told(error.line(), error.exit_code, debug)
+        code = _told(error.line(), leaving.code_due() or error.exit_code, debug)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # help is written by Typer
+        if isinstance(error, BrokenPipeError):  # Typer told of wrong words, and nobody heard it
+            code = _own_code(error) or _UNREAD
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # help is written by Typer
             render.discard()
-            code = _told(render.unwritten(error).line(), OpsError.exit_code, debug)
+            code = _told(render.unwritten(error).line(), _own_code(error) or OpsError.exit_code, debug)
         elif isinstance(error, RuntimeError) and (fault := _no_home()) is not None:
             code = _told(fault.line(), fault.exit_code, debug)
         else:
@@ -164,6 +166,15 @@ def _no_home() -> ConfigError | None:
     return None
 
 
+def _own_code(error: BaseException | None) -> int:
+    """The exit code of what was being told of when this came in between; 0 for none."""
+    while error is not None:
+        if isinstance(code := getattr(error, "exit_code", None), int):
+            return code
+        error = error.__context__
+    return 0
+
+
 def _told(line: str, code: int, debug: bool) -> int:
     if debug:
         import traceback
@@ -176,11 +187,8 @@ def _told(line: str, code: int, debug: bool) -> int:
 
 def _leave(code: int) -> NoReturn:
     """Ends the process. A reader that has gone (`| head`) is told of by the exit code alone, unless that says more; a
-    full disk under `> file` is an error."""
+    full disk under `> file` is an error, whose code says less than that of a failure before it."""
     leaving.now()
-    if code == 128 + signal.SIGINT:  # who reads it may have stopped, and keep it open
-        signal.signal(signal.SIGALRM, lambda number, frame: os._exit(code))
-        signal.setitimer(signal.ITIMER_REAL, _UNREAD_SECONDS)
     try:
         with render.written():
             sys.stdout.flush()
@@ -188,7 +196,8 @@ def _leave(code: int) -> NoReturn:
         render.discard()
         code = code or _UNREAD
     except OpsError as error:
-        code = _told(error.line(), error.exit_code, debug=False)
+        told = _told(error.line(), error.exit_code, debug=False)
+        code = code or told
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     # Taking hundreds of modules and an SSH library's threads apart would take longer than many a command.

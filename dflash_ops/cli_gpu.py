@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import render
+from dflash_ops import leaving, render
 from dflash_ops.cli_many import INTERRUPTED, There, in_containers, leave
 from dflash_ops.errors import CancelledError, OpsError, PreflightError, UsageFault
 
@@ -95,11 +95,12 @@ def _show(there: There, found: "list[Outcome[Host, GpuStatus]]", everywhere: boo
 
     if there.many and not everywhere and there.as_json:
         return there.tell(found, render_gpus.show_gpus)
+    leaving.due(code := many.worst([it.error.exit_code if it.error else 0 for it in found]))
     documents = [it.value or GpuStatus(str(it.place), (), (), (str(it.error),)) for it in found if it.place]
     render.show({"hosts": documents} if everywhere else documents[0], as_json=there.as_json, people=people)
     with render.written():
         sys.stdout.flush()
-    return many.worst([it.error.exit_code if it.error else 0 for it in found])
+    return code
 
 
 @app.command("free")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from dflash_ops import cli_ct, render
+from dflash_ops import cli_ct, leaving, render
 from dflash_ops.cli_words import InventoryFile, Json, a_path, load_inventory
 from dflash_ops.errors import CancelledError, ConfigError, OpsError, PreflightError, UsageFault
 
@@ -129,13 +129,15 @@ def check(
     codes += [PreflightError.exit_code for it in checks if it.level == "failure"]
     unreached = [{"host": name, "exit_code": error.exit_code, "error": error.line()} for name, error in errors.items()]
     document = {"file": str(file), "ok": not codes, "faults": [], "checks": checks, "unreached": unreached}
+    leaving.due(code := many.worst(codes))
     render.show(document, as_json=as_json, people=lambda: _checks(book, checks, errors, connect))
-    if codes:
-        raise typer.Exit(many.worst(codes))
+    if code:
+        raise typer.Exit(code)
 
 
 def _wrong(file: Path, faults: "list[Fault]", as_json: bool) -> NoReturn:
     document = {"file": str(file), "ok": False, "faults": faults, "checks": [], "unreached": []}
+    leaving.due(ConfigError.exit_code)
     render.show(document, as_json=as_json, people=lambda: _faults(file, faults))
     count = "one thing is" if len(faults) == 1 else f"{len(faults)} things are"
     raise ConfigError(f"{count} wrong in the inventory", where=str(file), next="correct the file, line by line")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_data, render
+from dflash_ops import cli_data, leaving, render
 from dflash_ops.cli_many import There, in_containers
 from dflash_ops.cli_runs import AnyRun, not_empty
 from dflash_ops.cli_words import InventoryFile, Target, find_container
@@ -36,6 +36,7 @@ def attach(run: AnyRun = None, target: Target = None, inventory: InventoryFile =
     if found.state.live:
         render.note(f"left it; run {found.id} goes on")
         return
+    leaving.due(found.exit_code)
     render_runs.note_verdict(found)
     raise typer.Exit(found.exit_code)
 

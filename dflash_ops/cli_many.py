@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 
 import typer
 
-from dflash_ops import hints, progress, render
+from dflash_ops import hints, leaving, progress, render
 from dflash_ops.cli_words import InventoryFile, Json, Target, load_inventory
 from dflash_ops.errors import OpsError, UsageFault
 
@@ -154,10 +154,12 @@ class There:
         codes = [code(cast(T, it.value)) if it.error is None else it.error.exit_code for it in outcomes]
         if not self.many:
             value = outcomes[0].result()
+            leaving.due(codes[0])
             render.show(document(value), as_json=self.as_json, people=lambda: show(value))
             return codes[0]
         from dflash_ops import many, render_many
 
+        leaving.due(worst := many.worst(codes))
         results = [_result(it, number, document) for it, number in zip(outcomes, codes, strict=True)]
         render.show({"results": results}, as_json=self.as_json, people=lambda: render_many.show(outcomes, show))
         for it in outcomes:
@@ -167,7 +169,7 @@ class There:
                 traceback.print_exception(it.error)
         if not self.as_json:
             render_many.note_sum(outcomes, codes)
-        return many.worst(codes)
+        return worst
 
 
 def _result(outcome: "Outcome[P, T]", code: int, document: Callable[[T], Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dflash_ops import hints, render
+from dflash_ops import hints, leaving, render
 from dflash_ops.cli_many import There, error_document, in_containers, leave
 from dflash_ops.errors import OpsError, UsageFault
 
@@ -86,8 +86,9 @@ def logs(
         )
 
     found = read_logs(there, read, there.containers)
+    leaving.due(code := worst_of(found, lambda run: run.exit_code if follow else 0))
     tell_runs(there, found, verdict=follow)
-    leave(worst_of(found, lambda run: run.exit_code if follow else 0))
+    leave(code)
 
 
 @in_containers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import cli_keep, cli_runs, cli_watch
+from dflash_ops import cli_keep, cli_runs, cli_watch, leaving
 from dflash_ops.cli_many import INTERRUPTED, There, in_containers, leave
 from dflash_ops.cli_runs import not_empty
 from dflash_ops.errors import ConfigError, UsageFault
@@ -278,8 +278,9 @@ def _begun(
             ended = there.gather(
                 lambda at: train.wait(at.shell, at.place, ids[at.name]), alive, lasting=True, left=cli_runs.LEFT
             )
-        cli_runs.tell_runs(there, ended, verdict=True)
         code = many.worst([code, cli_runs.worst_of(ended, lambda run: run.own_code if wait else run.exit_code)])
+        leaving.due(code)
+        cli_runs.tell_runs(there, ended, verdict=True)
     leave(code)
 
 

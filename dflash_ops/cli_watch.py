@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_ops import progress, render
+from dflash_ops import leaving, progress, render
 from dflash_ops.cli_runs import AnyRun, leave_by_ctrl_c, not_empty
 from dflash_ops.cli_words import InventoryFile, Json, Target, find_container
 from dflash_ops.errors import NotFoundError, UsageFault
@@ -64,6 +64,7 @@ def watch(
                     return watching.watch(shell, container, name, on_view=painter.show, interval=interval)
 
             last = leave_by_ctrl_c(page)
+    leaving.due(last.run.exit_code)
     if not as_json:
         render_runs.show_run(last.run)
     raise typer.Exit(last.run.exit_code)

@@ -176,6 +176,31 @@ def test_a_reader_that_has_gone_is_told_of_by_the_exit_code_alone(cli: Cli, unbu
         assert (done.returncode, done.stderr == b"") == (code, code == 141), (words, done.stderr)
 
 
+@pytest.mark.parametrize("stream", ["gone", "/dev/full"])
+def test_a_failure_keeps_its_own_code_where_it_can_not_be_told(cli: Cli, tmp_path: Path, stream: str) -> None:
+    """Wrong words, an error, and a verdict that is shown on stdout, in a document or for people."""
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("hosts = 1\n")
+    check = ("inventory", "check", "--inventory", str(wrong))
+    cases = {
+        ("nosuch",): 2,
+        ("train", "start", "--bogus"): 2,
+        ("releases", "--inventory", "/nonexistent"): 3,
+        check: 3,
+        (*check, "--json"): 3,
+        ("exec", "--timeout", "nan", "true"): 2,
+        (): 2,
+    }
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Path("/dev/full").open("w") as full:
+        for words, code in cases.items():
+            output = writing if stream == "gone" else full
+            done = subprocess.run(cli.words(*words), env=cli.environment(), stdout=output, stderr=output, timeout=60)
+            assert done.returncode == code, words
+    os.close(writing)
+
+
 def test_ctrl_c_ends_it_with_a_line(cli: Cli) -> None:
     client = cli.start("exec", "--", "sh", "-c", "echo started; sleep 60")
     assert client.stdout is not None

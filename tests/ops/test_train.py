@@ -341,6 +341,16 @@ def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell) -> No
     assert here("train", "wait", "--timeout", "0.1").returncode == 101
     train.stop(shell, place)
     assert (here("train", "logs", "-f", "long").returncode, here("train", "wait", "long").returncode) == (103, 103)
+    # The verdict is known before it is shown, and stays where it can't be.
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Path("/dev/full").open("wb") as full:
+        for output in (writing, full):
+            for more in ((), ("--json",)):
+                words = cli.words("train", "wait", "long", *more)
+                done = subprocess.run(words, env=cli.environment(), stdout=output, stderr=output, timeout=60)
+                assert done.returncode == 103, (output, more)
+    os.close(writing)
     with pytest.raises(NotFoundError):
         train.stop(shell, place, "good")
 

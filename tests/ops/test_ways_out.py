@@ -197,6 +197,42 @@ def test_ctrl_c_ends_a_command_whose_reader_reads_no_more() -> None:
     assert (process.returncode, err) == (130, b"")
 
 
+@pytest.mark.parametrize("flood", ["stdout, with stderr", "stderr"])
+def test_ctrl_c_ends_it_where_nobody_reads_its_last_words_either(cli: Cli, flood: str) -> None:
+    """`2>&1 | less`, and a command that fills stderr itself: the note of what is left goes there too."""
+    reading, writing = os.pipe()
+    words = cli.words("exec", "--", "sh", "-c", "yes" if flood.startswith("stdout") else "yes >&2")
+    out = writing if flood.startswith("stdout") else subprocess.DEVNULL
+    with subprocess.Popen(words, env=cli.environment(), stdout=out, stderr=writing) as process:
+        os.close(writing)
+        where = Path(f"/proc/{process.pid}/wchan")
+        until(lambda: "pipe_write" in where.read_text())
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+    os.close(reading)
+
+
+def test_after_ctrl_c_who_reads_gets_all_however_long_it_takes() -> None:
+    """A second is for streams that take nothing, not for what there is to tidy up."""
+    program = """
+import os, signal, time
+from dflash_ops import leaving
+leaving._UNREAD_SECONDS = 0.05
+signal.signal(signal.SIGINT, leaving.by_ctrl_c)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    print("tidied up")
+"""
+    done = python(program, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"tidied up\n", b"")
+
+
 # -- a terminal
 
 
