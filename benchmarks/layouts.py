@@ -35,13 +35,14 @@ from trainer import bench
 from trainer.busy import Busy, advice
 from trainer.compile_cache import use_compile_cache
 from trainer.config import load
+from trainer.devices import all_workers
 from trainer.draft import DraftModel
 from trainer.layout import Layout
 from trainer.reduction import Reduction
 from trainer.speed import where
 from trainer.target import TargetModel
+from trainer.warm import FORMS
 
-PARTS = ("links", "speed", "course", "large", "bare")
 COPY_BYTES = 1 << 28
 
 
@@ -61,7 +62,6 @@ def layouts(gpus: int, rows: int) -> dict[str, tuple[list[str], list[str], int]]
 
     if not gpus:
         return {"one": (["cpu"], ["cpu"], rows)}
-    # In an order in which each needs at most one drafter's device more than those before: dynamo keeps so many forms.
     found: dict[str, tuple[list[str], list[str], int]] = {}
     for targets in range(gpus - 1, 0, -1):
         drafters = gpus - targets
@@ -94,27 +94,32 @@ def milliseconds(work: Callable[[], None], rounds: int, before: Callable[[], Non
     return sorted(times[2:])
 
 
-def links(size: Size, gpus: int, options: Any) -> dict[str, Any]:
+def links(size: Size, gpus: int, options: Any) -> None:
     """GB/s of a copy alone from GPU to GPU, and of all GPUs' to their next at a time; milliseconds of a sum."""
+    found: dict[str, Any] = options.found["links"]
     if gpus < 2:
-        return {"gpus": gpus}
+        found["gpus"] = gpus
+        return
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     have = [torch.ones(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for index in range(gpus)]
     into = [torch.empty_like(one) for one in have]
 
     def rate(these: list[tuple[int, int]]) -> float:
+        # Streams of its own for each pair, on both devices: torch orders a copy behind the current ones of both, so
+        # that those of a ring would go one after the other.
+        streams = [(torch.cuda.Stream(f"cuda:{a}"), torch.cuda.Stream(f"cuda:{b}")) for a, b in these]
+
         def copies() -> None:
             for _ in range(8):
-                for a, b in these:
-                    into[b].copy_(have[a], non_blocking=True)
+                for (a, b), (sends, receives) in zip(these, streams, strict=True):
+                    with torch.cuda.stream(sends), torch.cuda.stream(receives):
+                        into[b].copy_(have[a], non_blocking=True)
 
         return round(8 * COPY_BYTES / statistics.median(milliseconds(copies, options.rounds)) / 1e6, 1)
 
-    found: dict[str, Any] = {
-        "peer_access": {f"{a}>{b}": torch.cuda.can_device_access_peer(a, b) for a, b in pairs},
-        "gb_per_s": {f"{a}>{b}": rate([(a, b)]) for a, b in pairs},
-        "gb_per_s_each_of_a_ring": rate([(a, (a + 1) % gpus) for a in range(gpus)]),
-    }
+    found["peer_access"] = {f"{a}>{b}": torch.cuda.can_device_access_peer(a, b) for a, b in pairs}
+    found["gb_per_s"] = {f"{a}>{b}": rate([(a, b)]) for a, b in pairs}
+    found["gb_per_s_each_of_a_ring"] = rate([(a, (a + 1) % gpus) for a in range(gpus)])
     first = DraftModel(size.draft()).to("cuda:0")
     models = [first, *(copy.deepcopy(first).to(f"cuda:{index}") for index in range(1, gpus))]
     found["reduction"] = {"weights": sum(parameter.numel() for parameter in first.parameters())}
@@ -133,7 +138,6 @@ def links(size: Size, gpus: int, options: Any) -> dict[str, Any]:
             found["reduction"][how] = {"ms": median, "low": round(times[0], 2), "high": round(times[-1], 2)}
         except Exception as error:
             found["reduction"][how] = {"failed": why(error)}
-    return found
 
 
 def targets_of(size: Size, layout: Layout, made: dict[str, TargetModel]) -> list[TargetModel]:
@@ -146,18 +150,21 @@ def targets_of(size: Size, layout: Layout, made: dict[str, TargetModel]) -> list
     return [made[place[-1]] for place in layout.targets]
 
 
-def speed(size: Size, gpus: int, folder: Path, options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def speed(size: Size, gpus: int, folder: Path, options: Any) -> None:
+    found: dict[str, Any] = options.found["speed"]
     made: dict[str, TargetModel] = {}
     for name, (targets, drafters, rows) in layouts(gpus, options.rows).items():
         if options.only and name not in options.only:
             continue
-        gc.collect()
-        if gpus:
-            torch.cuda.empty_cache()
-            for index in range(gpus):
-                torch.cuda.reset_peak_memory_stats(index)
         try:
+            wanted = {place[-1] for place in all_workers(targets)}
+            for other in set(made) - wanted:  # or it would count as what that layout takes of a drafter's GPU
+                del made[other]
+            gc.collect()
+            if gpus:
+                torch.cuda.empty_cache()
+                for index in range(gpus):
+                    torch.cuda.reset_peak_memory_stats(index)
             config = load(config_text(size, folder, targets, drafters, 1, rows_per_step=rows, micro_rows=1).encode())
             layout = bench.parse(config.layout)
             told = bench.measure(
@@ -168,12 +175,11 @@ def speed(size: Size, gpus: int, folder: Path, options: Any) -> dict[str, Any]:
             told = {"failed": why(error)}
         found[name] = told
         say(f"{name}: {told.get('tokens_per_s', told.get('failed'))}, {told.get('held_back_by')}")
-        save(options.found | {"speed": found}, options.out)
+        save(options.found, options.out)
     alone = found.get("one", {}).get("tokens_per_s")
     for told in found.values():
         if alone and "tokens_per_s" in told:
             told["times_one_gpu"] = round(told["tokens_per_s"] / alone, 2)
-    return found
 
 
 def advised(told: dict[str, Any], layout: Layout, gpus: int, rows: int) -> str | None:
@@ -225,18 +231,28 @@ def main() -> int:
     gpus, size = torch.cuda.device_count(), SIZES[options.size]
     if not gpus and options.size != "tiny":
         parser.error("there is no GPU here: --quick runs tiny shapes")
+    if unknown := [name for name in options.only or () if name not in layouts(gpus, options.rows)]:
+        parser.error(f"--only: no layout {unknown[0]!r}; there are {', '.join(layouts(gpus, options.rows))}")
     if gpus:
         use_compile_cache(say)
+        import torch._dynamo.config as dynamo
+
+        # Forms of all layouts stay; the warm-up of one allows for its own alone.
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = FORMS * gpus * 4
     where_to = where(torch.device("cuda:0" if gpus else "cpu"))
     options.found = found = {"what": "layouts", "size": options.size, "gpus": gpus, "where": where_to}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(size, folder)
         for part in options.parts or ("links", "speed"):
+            found[part] = {}
             try:
-                found[part] = links(size, gpus, options) if part == "links" else speed(size, gpus, folder, options)
-            except Exception as error:  # the other part needn't be lost
-                found[part] = {"failed": why(error)}
+                if part == "links":
+                    links(size, gpus, options)
+                else:
+                    speed(size, gpus, folder, options)
+            except Exception as error:  # the other part, and what there is of this one, needn't be lost
+                found[part]["failed"] = why(error)
                 say(f"{part}: {why(error)}")
             save(found, options.out)
     print(json.dumps(found, indent=1))

@@ -28,7 +28,7 @@ from trainer.blocks import EVERYTHING, dense_mask, tile_lists, tile_mask
 from trainer.compile_cache import use_compile_cache
 from trainer.compiled import compiled
 from trainer.draft import DraftModel
-from trainer.fast_draft import HOPPER, WorkingCopy, attend, by_token, heads, merge
+from trainer.fast_draft import HOPPER, HOPPER_FORWARD, WorkingCopy, attend, by_token, heads, merge
 from trainer.features import FeatureBatch
 from trainer.loss import Weighting, chunk_loss, loss_and_accepted
 from trainer.optim import clip_scale, make_optimizer, norms_of, step_if, total_norm
@@ -58,6 +58,7 @@ ATTENTION: dict[str, tuple[bool, Options]] = {
     "prescaled": (False, {"PRESCALE_QK": True}),
     "tma": (False, {"USE_TMA": True}),
     "as on a Hopper, not merged": (False, HOPPER),
+    "as on a Hopper, in long rows": (False, HOPPER_FORWARD),
     "fwd 128x64 w8 s3": (True, HOPPER | forward(128, 64, 8, 3)),
     "fwd 128x128 w8 s2": (True, HOPPER | forward(128, 128, 8, 2)),
     "fwd 128x32 w4 s3": (True, HOPPER | forward(128, 32, 4, 3)),

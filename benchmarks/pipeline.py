@@ -42,6 +42,7 @@ from trainer.target import TargetModel
 from trainer.warm import BatchShape, made_up_rows
 
 KINDS = ("one", "packed")
+PLANS = ("each step logged", "none logged", "each step logged, again", "saved and measured")
 
 
 def shape_of(size: Size, device: torch.device) -> BatchShape:
@@ -189,19 +190,17 @@ def overhead(size: Size, target: TargetModel, folder: Path, options: Any) -> dic
         config = config_of(size, folder, 3, chunk_blocks=options.chunk_blocks)
         training.train(config, folder / "run", say=say)
         return {}
-    found: dict[str, Any] = {}
-    plans: dict[str, dict[str, int]] = {
-        "each step logged": {"log_every": 1},
-        "none logged": {"log_every": 10**6},
-        "each step logged, again": {"log_every": 1},
-        "saved and measured": {"log_every": 1, "checkpoint_every": often, "eval_every": often, "steps": saved_steps},
-    }
+    found: dict[str, Any] = options.found.setdefault("overhead", {})
+    saved = {"log_every": 1, "checkpoint_every": often, "eval_every": often, "steps": saved_steps}
+    plans: dict[str, dict[str, int]] = dict(
+        zip(PLANS, ({"log_every": 1}, {"log_every": 10**6}, {"log_every": 1}, saved), strict=True)
+    )
     for number, (name, plan) in enumerate(plans.items()):
         if options.plan and name not in options.plan:
             continue
         config = config_of(size, folder, plan.pop("steps", steps), chunk_blocks=options.chunk_blocks, **plan)
         run = folder / f"run-{number}"
-        save(options.found | {"overhead": found}, options.out)
+        save(options.found, options.out)
         lines: list[tuple[float, str]] = []
         begun = time.perf_counter()
 
@@ -257,7 +256,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="qwen3-4b")
     parser.add_argument("--rounds", type=int, default=12, help="of the features, timed")
     parser.add_argument("--steps", type=int, default=40, help="of the trainer")
-    parser.add_argument("--plan", action="append", help="of overhead, these only")
+    parser.add_argument("--plan", action="append", choices=PLANS, help="of overhead, these only")
     parser.add_argument("--chunk-blocks", type=int, default=256)
     parser.add_argument(
         "--compile-only", action="store_true", help="fill the compile cache for the features, or for overhead"
@@ -296,7 +295,7 @@ def main() -> int:
             try:
                 found[part] = work()
             except Exception as error:  # the other parts needn't be lost
-                found[part] = {"failed": why(error)}
+                found.setdefault(part, {})["failed"] = why(error)
                 say(f"{part}: {why(error)}")
             save(found, options.out)
     text = json.dumps(found, indent=1)
