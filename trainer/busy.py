@@ -226,9 +226,11 @@ def advice(
     spread = [len(devices) for devices in target_devices]
     room_for = max(gpus or 0, len(used))
     split, gain = _best_split(n * load_t, m * load_d, spread, m, room_for, most_drafters or room_for)
-    # A GPU that has both is never idle; a target that is spread needs more than one.
+    # A GPU that has both is never idle; a target that is spread needs more than one, and each drafter as many rows.
     both = room_for / (n * load_t + m * load_d) / min(1 / load_t, 1 / load_d)
-    if max(spread) == 1 and room_for <= (most_drafters or room_for) and both >= max(gain, 1.0) * (1 + BALANCED):
+    can = max(spread) == 1 and "cpu" not in used and (most_drafters or room_for) % room_for == 0
+    by_turns = min(for_room, for_features) >= BALANCED  # then the rate now is less than what the work allows
+    if can and not by_turns and both >= max(gain, 1.0) * (1 + BALANCED):
         reached = f"would reach about {both:.1f} times as many tokens/s"
         return (
             f"{features if load_t > load_d else room}: a target and a drafter on each of the {room_for} GPUs "

@@ -183,10 +183,11 @@ def attention_of(device: torch.device, head_dim: int, row_tokens: int) -> tuple[
     """
     if device.type != "cuda":
         return False, ()
-    long = row_tokens > LONG
     if torch.cuda.get_device_capability(device) != (9, 0) or head_dim > 128:
-        return not long, ()
-    return not long, tuple(sorted((HOPPER_FORWARD if long else HOPPER).items()))
+        return True, ()
+    if row_tokens > LONG:
+        return False, tuple(sorted(HOPPER_FORWARD.items()))
+    return True, tuple(sorted(HOPPER.items()))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention, options: Options) -> Tensor:

@@ -238,12 +238,13 @@ class Replicas:
             wrong = [name for name, one, two in zip(self._names, first, other, strict=True) if one != two]
             if wrong:
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                once = "; if it comes again, --set layout.optimizer=sharded has each weight made once and copied"
+                again = "" if self._sharded else once
                 raise TrainingError(
                     f"after step {step} {self._named(0)} and {self._named(number)} are not equal any more: they differ "
                     f"in {wrong[0]}{more}. Each step gives them the same bits, so a GPU or a copy between two went "
-                    f"wrong, or the GPUs compute apart: look at the kernel's log and nvidia-smi -q -d ECC, and start "
-                    f"again, which goes on from the last checkpoint; if it comes again, "
-                    f"--set layout.optimizer=sharded has each weight made once and copied"
+                    f"wrong, or the GPUs round differently: look at the kernel's log and nvidia-smi -q -d ECC, and "
+                    f"start again, which goes on from the last checkpoint{again}"
                 )
 
     def _named(self, number: int) -> str:

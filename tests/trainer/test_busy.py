@@ -232,6 +232,20 @@ FULL = Busy(working=100)
             "the drafters wait 75% of the time for features: another target worker (2+4 -> 3+2 would reach about 1.5 "
             "times as many tokens/s), or raise train.anchors",
         ),
+        (  # three drafters of a step of four rows: one has two of them
+            [target(40, room=60)] * 2,
+            [FULL],
+            {"most": 4},
+            "the targets wait 60% of the time for room: another drafter (2+1 -> 1+2 would reach about 1.2 times as "
+            "many tokens/s), or fewer train.anchors",
+        ),
+        (  # by turns: the rate is less than what the work allows, whoever does it
+            [target(50, room=50)],
+            [drafter(65, 35)],
+            {},
+            "the targets wait 50% of the time for room and the drafters wait 35% of the time for features, by turns: "
+            "raise layout.depth or layout.queue_mib",
+        ),
         (
             [target(60, rows=40)] * 5,
             [drafter(55, 45)] * 3,
@@ -262,6 +276,11 @@ def test_advice(targets: list[Busy], drafters: list[Busy], more: dict[str, int],
 )
 def test_who_shares_a_device_is_not_advised(target_devices: list[list[str]], draft_devices: list[str]) -> None:
     assert advice([FULL], [drafter(1, 9)], target_devices=target_devices, draft_devices=draft_devices) is None
+
+
+def test_a_cpu_is_no_gpu_that_could_have_both() -> None:
+    line = advice([target(50, room=50)], [FULL], target_devices=[["cuda:0"]], draft_devices=["cpu"])
+    assert line is not None and "on each" not in line
 
 
 @given(

@@ -187,6 +187,17 @@ def test_no_kernel_is_chosen_by_its_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen == []
 
 
+def test_rows_longer_than_a_gpu_merges_are_learned_from_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows as long and as short ones: the attention of both kinds, in a step as training has it."""
+    read: list[tuple[float, ...]] = []
+    for longest in (ROW, ROW - 1):
+        monkeypatch.setattr("trainer.fast_draft.LONG", longest)
+        torch.compiler.reset()
+        read.append(steps(copies=True)[0][-1])
+    for one, other in zip(*read, strict=True):
+        assert other == pytest.approx(one, rel=0.02, abs=0.01)
+
+
 def test_the_tiles_are_the_same_compiled() -> None:
     blocks = given_for(replace(LAYERS, block_size=16), torch.float32).blocks().to(GPU)
     run, seen = compiled(tile_lists), LAYERS.sights

@@ -20,7 +20,7 @@ from trainer.data import Row
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.draft_kernels import NONE
-from trainer.fast_draft import WorkingCopy, attend, by_token, forward, merge
+from trainer.fast_draft import WorkingCopy, attend, attention_of, by_token, forward, merge
 from trainer.features import FeatureBatch
 from trainer.feed import row_batch
 from trainer.learner import Learner, features_of
@@ -324,3 +324,31 @@ def trains(learner: Learner, draft: DraftConfig) -> None:
             learner.learn(features_of(target, row_batch(ROWS[:2], 5, 0), draft, CPU, anchors=5))
         learner.update(1e-3)
     learner.measure_all(features_of(target, row_batch(ROWS[:2], 5, 0), draft, CPU, anchors=5))
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "row_tokens", "merged", "forward", "backward"),
+    [
+        ((9, 0), 128, 4096, True, True, True),
+        ((9, 0), 64, 8192, True, True, True),
+        ((9, 0), 128, 8320, False, True, False),  # where the pieces of one head fill the GPU
+        ((9, 0), 256, 4096, True, False, False),
+        ((9, 0), 256, 16384, True, False, False),
+        ((8, 0), 128, 16384, True, False, False),  # not measured there
+        ((10, 0), 128, 4096, True, False, False),
+    ],
+)
+def test_attention_is_as_it_was_measured(
+    capability: tuple[int, int],
+    head_dim: int,
+    row_tokens: int,
+    merged: bool,
+    forward: bool,
+    backward: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    here, options = attention_of(torch.device("cuda:0"), head_dim, row_tokens)
+    kinds = {name[:3] for name, _ in options}
+    assert (here, "fwd" in kinds, "bwd" in kinds) == (merged, forward, backward)
+    assert attention_of(torch.device("cpu"), head_dim, row_tokens) == (False, ())
