@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
+import shlex
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -64,6 +67,26 @@ def system_fault(path: Path | None, error: OSError) -> Fault:
 
 def disk_full(folder: Path, why: str) -> Fault:
     return Fault("preflight", "the container's disk is full", why, f"in the container: df -h {folder}", str(folder))
+
+
+def kind_of(place: Path) -> str:
+    """What lies there, itself and not what it leads to, as a message says it; empty when nothing does."""
+    try:
+        kind = stat.S_IFMT(os.lstat(place).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    what = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a fifo"}
+    what |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    return what.get(kind, "something else")
+
+
+def in_the_way(lock: Path, thing: Path) -> Fault:
+    """thing: what is no regular file, or no folder, where a lock must be."""
+    kind, must = kind_of(thing), "a regular file" if thing == lock else "a folder"
+    remove = "rm -r" if kind == "a folder" else "rm"
+    advice = f"remove it, in the container: {remove} {shlex.quote(str(thing))}"
+    what = f"the lock {lock.name} can't be held"
+    return Fault("preflight", what, f"{thing} is {kind}, and must be {must}", advice, str(lock))
 
 
 def refuse(fault: Fault) -> int:

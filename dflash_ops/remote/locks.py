@@ -9,14 +9,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import shlex
 import stat
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote.answers import Fault
+from dflash_ops.remote.answers import Fault, in_the_way
 
 _EVERY = 0.1
 _WORDS_BYTES = 1000  # of who holds a lock, at most
@@ -58,25 +57,14 @@ def _open(place: Path) -> int:
         descriptor = os.open(place, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT) and os.path.lexists(place.parent):
-            raise _in_the_way(place, place.parent) from None
+            raise in_the_way(place, place.parent) from None
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-            raise _in_the_way(place, place) from None
+            raise in_the_way(place, place) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _in_the_way(place, place)
+        raise in_the_way(place, place)
     return descriptor
-
-
-def _in_the_way(lock: Path, thing: Path) -> Fault:
-    """thing: what is no regular file, or no folder, where the lock must be."""
-    kind = stat.S_IFMT(os.lstat(thing).st_mode)
-    what = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFREG: "a file"}
-    must = "a regular file" if thing == lock else "a folder"
-    why = f"{thing} is {what.get(kind, 'something else')}, and must be {must}"
-    remove = "rm -r" if kind == stat.S_IFDIR else "rm"
-    advice = f"remove it, in the container: {remove} {shlex.quote(str(thing))}"
-    return Fault("preflight", f"the lock {lock.name} can't be held", why, advice, str(lock))
 
 
 def take(descriptor: int) -> bool:

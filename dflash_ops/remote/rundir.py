@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import stat
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote import cgroups, kin, logfile, processes
-from dflash_ops.remote.answers import Fault, beat
+from dflash_ops.remote.answers import Fault, beat, in_the_way
 
 SCHEMA_VERSION = 1
 # The locks of a GPU on the hypervisor are files of this name with N.lock and UUID.lock.
@@ -129,10 +128,7 @@ def _lock_file(path: Path) -> int:
     file = path / "locks" / "start.lock"
     for place, must_be in ((file.parent, Path.is_dir), (file, _is_regular)):
         if os.path.lexists(place) and not must_be(place):
-            why = f"{place} is in its place, and is no {'folder' if place != file else 'regular file'}"
-            remove = "rm -r" if place.is_dir() and not place.is_symlink() else "rm"
-            advice = f"remove it, in the container: {remove} {shlex.quote(str(place))}"
-            raise Fault("preflight", f"the lock {file.name} can't be held", why, advice, str(file))
+            raise in_the_way(file, place)
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

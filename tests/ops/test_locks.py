@@ -66,13 +66,15 @@ def test_what_is_no_file_in_a_locks_place_is_refused(
         place = place.parent
         place.rmdir()
         place.touch() if kind == "locks" else place.symlink_to("nothing")
-    what = locks.named(tmp_path, name, name, PARAMETERS) if name != "start" else rundir.start_lock(tmp_path, 0.0)
-    with pytest.raises(answers.Fault) as caught, what:
+    lock = locks.named(tmp_path, name, name, PARAMETERS) if name != "start" else rundir.start_lock(tmp_path, 0.0)
+    with pytest.raises(answers.Fault) as caught, lock:
         raise AssertionError("it is held")
     parts = caught.value.parts
     assert answers.EXIT_CODES[caught.value.kind] == 6
     assert f"{name}.lock" in parts["what"] and parts["where"] == str(tmp_path / "locks" / f"{name}.lock")
-    assert parts["why"].startswith(f"{tmp_path / place} is ")
+    what = "a link" if "dangling" in kind else "a file" if kind == "locks" else f"a {kind}"
+    must = "a folder" if "locks" in kind else "a regular file"
+    assert parts["why"] == f"{tmp_path / place} is {what}, and must be {must}"
     assert parts["next"].endswith(f"rm {'-r ' if kind == 'folder' else ''}{tmp_path / place}")
     assert theirs.read_text() == "precious" and not (tmp_path / "nothing").exists()
 
