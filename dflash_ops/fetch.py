@@ -19,6 +19,7 @@ from dflash_ops.exchange import Exchange
 from dflash_ops.progress import Advance, Progress
 from dflash_ops.release import printable
 from dflash_ops.remote import transfer
+from dflash_ops.remote.answers import kind_of
 from dflash_ops.remote.releases import is_inside
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def fetch_once(
 
 def _listed(container: Container, tree: dict[str, Any], place: Path) -> tuple[list[_File], list[Path]]:
     """What the other end has, as places here. Its names are not trusted."""
-    if tree["folder"] and place.exists() and not place.is_dir():
-        raise OpsError("a file is in the way", where=printable(str(place)), next="name another place")
+    if tree["folder"] and (kind := kind_of(place)) and not place.is_dir():
+        raise OpsError(f"{kind} is in the way", where=printable(str(place)), next="name another place")
     for name in (*(file[0] for file in tree["files"] if tree["folder"]), *tree["folders"]):
         if not is_inside(name):
             raise VerificationError("a file would leave the folder", where=f"{container}: {printable(name)}")
@@ -81,7 +82,18 @@ def _listed(container: Container, tree: dict[str, Any], place: Path) -> tuple[li
         _File(number, place / name if tree["folder"] else place, int(size), bool(mode & 0o100))
         for number, (name, size, mode) in enumerate(tree["files"])
     ]
+    for file in files:
+        _check_free(file.place)
+        _check_free(file.part)
     return files, [place if tree["folder"] else place.parent, *(place / name for name in tree["folders"])]
+
+
+def _check_free(place: Path) -> None:
+    """OpsError unless nothing or a regular file is there: a rename would put the file in the place of a device, and
+    (as root) break the machine with /dev/null."""
+    if (kind := kind_of(place)) not in ("", "a file"):
+        why = "only a regular file is replaced"
+        raise OpsError(f"{kind} is in the way", where=printable(str(place)), why=why, next="name another place")
 
 
 def _check_twins(container: Container, names: Iterable[str], place: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ops.errors import OpsError, PreflightError, UsageFault
+from dflash_ops.remote.answers import kind_of
 from dflash_ops.watching import Point
 
 # Title, what is learned with, what is measured now and then.
@@ -49,6 +50,8 @@ def write(curves: Sequence[Curve], file: Path, *, smooth: int = 1) -> None:
     content = _page(curves, figure) if ending == ".html" else _saved(figure, ending[1:])
     part = file.with_name(f".{file.name}.part")
     try:
+        if (kind := kind_of(file)) not in ("", "a file"):
+            raise OSError(f"{kind} is in its place")
         part.write_bytes(content)
         part.replace(file)
     except OSError as error:

@@ -104,6 +104,8 @@ class _Incoming:
         """What is there that may be of use: a file of that size, a part not longer than it."""
         if self.place.is_dir():
             raise Fault("failed", "that is a folder", str(self.place), "end it with / to put files into it")
+        if (kind := answers.kind_of(self.place)) not in ("", "a file", "a link"):  # a link's own place is taken
+            raise Fault("failed", f"that is {kind}", str(self.place), "name another place")
         for place, whole in ((self.place, True), (self.part, False)):
             try:
                 state = place.lstat()

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -402,6 +403,47 @@ def test_what_can_not_be_got(shell: Shell, box: Box, tmp_path: Path) -> None:
         data.get(shell, container, "shared/data", tmp_path / "file")
     with pytest.raises(PreflightError, match="that can't be written"):
         data.get(shell, container, "shared/data", tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("kind", ["a fifo", "a link", "a dangling link", "a device", "a folder"])
+def test_get_replaces_nothing_but_regular_files(shell: Shell, box: Box, tmp_path: Path, kind: str) -> None:
+    """By its name, in a folder, as one of a folder's files; and it is refused before a byte comes."""
+    in_container(shell, box.container, "mkdir -p shared/tree && echo a > shared/tree/a && echo new > shared/tree/x")
+    (tmp_path / "theirs").write_text("precious")
+    (place := tmp_path / "tree" / "x").parent.mkdir()
+    if kind == "a fifo":
+        os.mkfifo(place)
+    elif kind == "a device":
+        os.mknod(place, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # a null of our own
+    elif kind == "a folder":
+        place.mkdir()
+    else:
+        place.symlink_to("../theirs" if kind == "a link" else "nowhere")
+    before = os.lstat(place)
+    for source, target in (("tree/x", place), ("tree/x", place.parent), ("tree", tmp_path), ("tree", place)):
+        if target != place or kind != "a folder":  # which is a folder to put it into
+            with pytest.raises(OpsError, match=f"{kind.replace('dangling ', '')} is in the way .*/tree/x"):
+                data.get(shell, box.container, f"shared/{source}", target)
+    assert os.path.samestat(os.lstat(place), before) and list(place.parent.iterdir()) == [place]
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
+def test_get_writes_to_no_fifo_in_its_parts_place(shell: Shell, box: Box, tmp_path: Path) -> None:
+    in_container(shell, box.container, "mkdir shared && echo new > shared/x")
+    os.mkfifo(tmp_path / ".x.get-part")
+    with pytest.raises(OpsError, match="a fifo is in the way"):
+        data.get(shell, box.container, "shared/x", tmp_path)
+
+
+def test_put_takes_the_place_of_no_fifo_or_device(shell: Shell, box: Box, tmp_path: Path) -> None:
+    """A link gives way: what it leads to stays as it is."""
+    (tmp_path / "x").write_text("new")
+    in_container(shell, box.container, "mkdir shared; cd shared; mkfifo a; echo precious > b; ln -s b c")
+    with pytest.raises(OpsError, match=r"that is a fifo .*shared/a.*name another place"):
+        data.put(shell, box.container, [tmp_path / "x"], "shared/a")
+    data.put(shell, box.container, [tmp_path / "x"], "shared/c")
+    assert [it[0] for it in listing(shell, box.container)] == ["-", "-", "p"]
+    assert content(shell, box.container, "shared/b") == b"precious\n"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
