@@ -94,6 +94,7 @@ def test_the_layouts_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="trains on the CPU")
 def test_a_training_that_is_ended_and_goes_on_is_compared(run: Any, soak: bool) -> None:
     if not soak:
