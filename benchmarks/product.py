@@ -16,12 +16,14 @@ compiled all the same is in it at the end. tmux has to be installed.
 """
 
 import argparse
+import ctypes
 import json
 import math
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,6 +45,7 @@ from dflash_ops.shell import Shell
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB_APART = 10.0
+PR_SET_PDEATHSIG = 1
 BOX = "/opt/dflash"  # the folder in the container
 CALL_SECONDS = "150"
 # Of this machine, for the programs in the container: where packages and driver lie, what its owner has switched off.
@@ -52,6 +55,15 @@ HANDED_ON = (
 SELDOM = ("--set", "train.checkpoint_every=1000")  # a stop's own is enough where nothing is killed
 STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 STARTED = re.compile(r"^run (\S+) started", re.MULTILINE)
+
+
+class Ended(SystemExit):
+    """By SIGTERM: no part goes on after it, and what is on the machine is tidied up."""
+
+
+def ended(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # another one must not break the tidying off
+    raise Ended(128 + number)
 
 
 class Report:
@@ -92,6 +104,8 @@ class Report:
         self.say(name)
         try:
             return verb()
+        except Ended:
+            raise
         except (Exception, SystemExit) as fault:
             if not isinstance(fault, SystemExit):
                 traceback.print_exc()
@@ -105,11 +119,16 @@ class Report:
         """Runs `dflash-ops WORDS`, keeps all it showed, and gives its stdout. due: the exit code that is right."""
         began, at = time.monotonic(), self.age()
         line = ["timeout", "-k", "5", CALL_SECONDS, sys.executable, *python, *words]
-        done = subprocess.run(
-            line, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
-        )
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            line, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        ) as done:
+            try:
+                out, said = (text.decode(errors="replace") for text in done.communicate())
+            except BaseException:
+                done.terminate()  # timeout hands it on
+                raise
         seconds = round(time.monotonic() - began, 2)
-        out, said = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         shown, told = f"$ dflash-ops {shlex.join(words)}", f"exit code {done.returncode}, {seconds} s"
         with self._lock:
             with (self.out / "shown.txt").open("a") as file:
@@ -269,15 +288,16 @@ def course(product: Product, report: Report) -> None:
 
 
 def layout(gpus: int) -> tuple[list[str], list[str]]:
-    """Words of [layout] for so many GPUs: targets on five of eight, drafters on the others."""
+    """Words of [layout] for so many GPUs: targets on five of eight, or half of four or two; drafters on the others."""
     if gpus < 2:
         return ["cuda:0"] * gpus or ["cpu"], ["cuda:0"] * gpus or ["cpu"]
-    targets = min(math.ceil(gpus * 5 / 8), gpus - 1)
+    targets = max(1, round(gpus * 5 / 8))
     return [f"cuda:{number}" for number in range(targets)], [f"cuda:{number}" for number in range(targets, gpus)]
 
 
 def make(size_name: str, models: Path, folder: Path, gpus: int) -> int:
     """In a process of its own, whose GPU memory goes with it: the target, the data and the config."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whoever started it may be killed
     sys.path.insert(0, str(ROOT / "tests" / "trainer"))
     import torch
     from pipeline import write_data
@@ -335,6 +355,7 @@ def main() -> int:
     real = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not real and asked.size != "tiny":
         parser.error("there is no GPU here: --size tiny")
+    signal.signal(signal.SIGTERM, ended)
     if shutil.which("tmux") is None:
         parser.error("there is no tmux, which a run's window needs")
     asked.out.mkdir(parents=True, exist_ok=True)
