@@ -308,7 +308,7 @@ def test_pictures_of_fetched_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageFault, match="no such kind"):
         plot.write([one], tmp_path / "x.bmp")
     (tmp_path / "link.png").symlink_to("x.png")
-    with pytest.raises(PreflightError, match="can't be written .*a link is in its place"):
+    with pytest.raises(PreflightError, match=r"can't be written .*a link is in its place"):
         plot.write([one], tmp_path / "link.png")
     (tmp_path / "link.png").unlink()
     with pytest.raises(PreflightError, match="can't be written"):
