@@ -349,7 +349,7 @@ def main() -> int:
             say(f"{part}: {time.monotonic() - begun:.0f} s")
             courses.keep()
     print(json.dumps(found, indent=1))
-    return bool(courses.wrong)
+    return 1 if courses.wrong else 0
 
 
 if __name__ == "__main__":
