@@ -283,7 +283,10 @@ def test_whoever_asks_nvidia_smi_and_is_ended_ends_it(
         "start": {**stand_in.start_parameters(tmp_path, "a", ""), "gpus": [0]},
     }[verb]
     command = bundle.command(sys.executable, verb, {**more, "path": str(tmp_path)}, bare=True)
-    with subprocess.Popen(command.argv, stdin=subprocess.PIPE, start_new_session=True) as view:
+    # As it is in a terminal, not as under nohup, from which this test may have it.
+    plain = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-c", plain, *command.argv]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as view:
         assert view.stdin is not None
         view.stdin.write(command.stdin)
         view.stdin.close()

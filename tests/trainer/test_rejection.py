@@ -227,7 +227,7 @@ class ReplacesByItsOwn(Sampling):
 @pytest.mark.parametrize("broken", [AlwaysAccepts, AddsADraft, ReplacesByItsOwn])
 def test_a_broken_rule_fails_the_same_test(broken: type[Sampling]) -> None:
     sampled = broken(1.0, 1.0, torch.Generator().manual_seed(11))
-    found = chances([tuple(speculative(sampled)) for _ in range(300)], 1.0)
+    found = chances([tuple(speculative(sampled)) for _ in range(500)], 1.0)
     assert min(found.values()) < 1e-6, found
 
 
