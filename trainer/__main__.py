@@ -138,15 +138,14 @@ def train(config: TrainConfig, run_dir: Path, init_from: Path | None, resume: Pa
 
 def imported(name: str) -> Any:
     """A module, with torch where nothing has imported that yet: all of it stays, so Python needs not look through it
-    for garbage, neither now, half a second for each start, nor later."""
+    for garbage meanwhile, half a second for each start."""
     if "torch" in sys.modules:
         return importlib.import_module(name)
     gc.disable()
     try:
         return importlib.import_module(name)
     finally:
-        gc.freeze()
-        gc.enable()
+        gc.enable()  # not frozen: the repair of torch beside threads looks for functions among all objects
 
 
 def leave(code: int) -> NoReturn:

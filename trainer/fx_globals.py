@@ -90,6 +90,7 @@ def _attribute(holder: PerThread, name: str) -> property:
 
 def all_functions() -> list[FunctionType]:
     """All there are, wherever they are held: inside decorators, in closures, in classes."""
+    gc.unfreeze()  # what somebody has frozen is not told of otherwise
     return [thing for thing in gc.get_objects() if type(thing) is FunctionType]
 
 

@@ -1,5 +1,6 @@
 """torch.fx beside threads: each fault is brought about without the repair, and gone with it."""
 
+import gc
 import math
 import sys
 import threading
@@ -155,3 +156,15 @@ def test_a_torch_without_the_faults_is_left_alone(monkeypatch: pytest.MonkeyPatc
     before = everything()
     safety = make_torch_thread_safe()
     assert changes(before) == [] and "none of the known faults" in str(safety)
+
+
+def test_functions_are_found_whoever_has_frozen_them() -> None:
+    """By all_functions the repair reaches functions that were wrapped before it; gc.get_objects hides frozen ones."""
+
+    def own() -> None: ...
+
+    gc.freeze()
+    try:
+        assert any(one is own for one in all_functions())
+    finally:
+        gc.unfreeze()
