@@ -41,7 +41,7 @@ from trainer.start import Say, TrainingError, fresh_drafter, target_dtype
 from trainer.streams import Streams
 from trainer.target import TargetModel
 from trainer.threads import make_torch_thread_safe, nothing_compiles
-from trainer.train import finish_loading, note, waiting_bytes
+from trainer.train import finish_loading, heads_on, note, waiting_bytes
 from trainer.warm import BatchShape, batch_shape, made_up_rows, make_learner, warm_up, warm_up_targets
 from trainer.workers import TargetWorker, load_targets
 
@@ -80,11 +80,8 @@ class Bench:
         self.draft, settings = draft_of(config, targets[0]), config.train
         make_torch_thread_safe(settings.fx_fix)
         model = fresh_drafter(self.draft, settings.seed)
-        heads = {each.device: each.head_weight for each in reversed(targets)}
-        self.learners = [
-            make_learner(config, copy.deepcopy(model).to(d), heads.setdefault(d, targets[0].head_weight.to(d)))
-            for d in self.devices
-        ]
+        heads = heads_on(self.devices, targets)
+        self.learners = [make_learner(config, copy.deepcopy(model).to(d), heads[d]) for d in self.devices]
         self.shape: BatchShape = batch_shape(config, micro_rows(config), targets[0].dtype)
         self.shape = replace(self.shape, teacher=settings.objective != "cross-entropy")
         lengths = packed_lengths(config.data.row_tokens, settings.seed) if packed else None

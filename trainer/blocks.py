@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from trainer.streams import moved
+
 TILE = 128  # side of a flex attention tile; a multiple of what its kernels work on
 
 # (row, head, query, key) -> seen; all four are indices that broadcast.
@@ -52,11 +54,6 @@ class Blocks:
 
     def to(self, device: torch.device) -> "Blocks":
         return Blocks(*(moved(getattr(self, f.name), device) for f in fields(self)))
-
-
-def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """On another device. A GPU's queue keeps the order, so no copy to it is waited for; the CPU would read early."""
-    return tensor.to(device, dtype, non_blocking=device.type == "cuda")
 
 
 def anchor_candidates(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.blocks import moved
 from trainer.caches import Extends, KeyValueCache
 from trainer.masks import document_mask, step_mask
 from trainer.refused import KINDS
+from trainer.streams import moved
 
 FAMILIES = ("llama", "qwen3")
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.blocks import moved
 from trainer.byhand import ByHand, device_of
 from trainer.fp8 import Matrix, narrowed, product
 from trainer.masks import document_starts
+from trainer.streams import moved
 
 
 class LayerWeights(NamedTuple):

@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from trainer.blocks import Blocks, moved
+from trainer.blocks import Blocks
+from trainer.streams import moved
 
 
 def block_embeds(anchor_embeds_BNH: Tensor, mask_embed_H: Tensor, block_size: int) -> Tensor:

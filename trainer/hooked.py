@@ -25,10 +25,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainer.blocks import moved
 from trainer.caches import DynamicTargetCache, cache_argument
 from trainer.masks import additive, document_mask, step_mask
 from trainer.refused import KINDS, TargetError, text_config
+from trainer.streams import moved
 
 
 class Parts:

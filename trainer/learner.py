@@ -24,6 +24,7 @@ from trainer.fast_draft import Options, WorkingCopy, attention_of, forward
 from trainer.features import FeatureBatch, RowBatch
 from trainer.loss import ChunkLoss, LossTerms, Objective, Weighting, chunk_loss, loss_and_accepted
 from trainer.optim import clip_scale, divide_gradients, gradient_norms, norms_of, step_if, total_norm
+from trainer.streams import moved
 from trainer.target import TargetModel
 from trainer.update import Weight, adamw, update_weights
 
@@ -73,7 +74,7 @@ class Verdict(NamedTuple):
         return cls(grad_norm, finite, finite & (terms.normaliser > 0))
 
     def to(self, device: torch.device) -> "Verdict":
-        return Verdict(*(tensor.to(device, non_blocking=True) for tensor in self))
+        return Verdict(*(moved(tensor, device) for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,8 @@ class Learner:
         merged, options = self.attention(row_tokens)
         if on_gpu:
             many, lists = draft.num_kv_heads if merged else 1, self._lists
-            attention = tuple(tile_mask(blocks, row_tokens, sight, many, lists) for sight in draft.sights)
+            with torch.no_grad():  # whole numbers: one form for both, learning and measuring
+                attention = tuple(tile_mask(blocks, row_tokens, sight, many, lists) for sight in draft.sights)
         else:
             attention = tuple(dense_mask(blocks, row_tokens, sight) for sight in draft.sights)
         if self._working is not None:

@@ -22,6 +22,7 @@ from trainer.prepared import Prepared
 from trainer.scores import Score
 from trainer.speculate import SpeculativeDecoding, capacity
 from trainer.start import TrainingError
+from trainer.streams import moved
 from trainer.target import TargetModel
 
 
@@ -36,10 +37,10 @@ class LiveDrafter:
         on_gpu = self._device.type == "cuda"
         # As FeatureBatch.to does.
         dtype = None if on_gpu else torch.promote_types(features_new.dtype, torch.float32)
-        features_new, embeds = (tensor.to(self._device, dtype) for tensor in (features_new, embeds))
+        features_new, embeds = (moved(tensor, self._device, dtype) for tensor in (features_new, embeds))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
-            hidden = self._model.forward_cached(features_new, embeds, positions.to(self._device), cache)
-        return hidden.to(self._target.device, self._target.dtype)
+            hidden = self._model.forward_cached(features_new, embeds, moved(positions, self._device), cache)
+        return moved(hidden, self._target.device, self._target.dtype)
 
 
 class HeldoutDecoder:

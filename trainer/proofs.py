@@ -22,6 +22,7 @@ from trainer import sizes
 from trainer.byhand import ByHand
 from trainer.hooked import Hooked, Parts, hidden_of
 from trainer.refused import TargetError, text_config
+from trainer.streams import moved
 
 DOCUMENTS, LENGTH = 2, 6
 """Of the proofs: documents so short that what leaks into one by a few places reaches most of it."""
@@ -109,13 +110,13 @@ def _listening(parts: Parts, seen: Seen) -> Generator[None]:
     home = parts.head.weight.device
 
     def entered(_module: Any, arguments: Any, named: Any) -> None:
-        seen.layers_DSH.append((arguments[0] if arguments else named["hidden_states"]).to(home))
+        seen.layers_DSH.append(moved(arguments[0] if arguments else named["hidden_states"], home))
 
     def passed(_module: Any, _arguments: Any, output: Any) -> None:
-        seen.layers_DSH.append(hidden_of(output).to(home))
+        seen.layers_DSH.append(moved(hidden_of(output), home))
 
     def ended(_module: Any, _arguments: Any, output: Any) -> None:
-        seen.final_DSH = hidden_of(output).to(home)
+        seen.final_DSH = moved(hidden_of(output), home)
 
     hooks = [parts.layers[0].register_forward_pre_hook(entered, with_kwargs=True)]
     hooks += [layer.register_forward_hook(passed) for layer in parts.layers]
@@ -136,7 +137,7 @@ def _embedding_scale(seen: Seen, parts: Parts) -> float:
     Learned positions may be added: they are the same in both documents, so the difference of the two is without them.
     """
     entered = seen.layers_DSH[0].float()
-    rows = functional.embedding(seen.ids_DS, parts.embedding.weight).float().to(entered.device)
+    rows = moved(functional.embedding(seen.ids_DS, parts.embedding.weight).float(), entered.device)
     config = parts.config
     named = (config.hidden_size**0.5, getattr(config, "embedding_multiplier", None), getattr(config, "scale_emb", None))
     scale = _factor(rows[0] - rows[1], entered[0] - entered[1], parts.embedding.weight.dtype, named)

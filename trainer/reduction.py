@@ -6,6 +6,10 @@ in the replicas' order, 0 + 1 + 2 + ..., whoever owns it: the same bits in every
 Everything is queued by the caller's thread on its current streams, which must be those that the replicas use on their
 devices: torch orders a copy between two GPUs behind both of these, and what follows behind the copy. The host waits
 for nothing.
+
+What a copy brings to a GPU lands in a room that is never given back, and is put from there to where it belongs by that
+GPU itself: memory that another GPU writes must not be freed with the write under way (streams.py), and gradients go
+with every step. Kept until they are written, they would be there twice.
 """
 
 # torch's nccl functions and `split` are partly untyped.
@@ -44,6 +48,7 @@ class Reduction:
         self.shards = shards([parameter.numel() for parameter in self.parameters[0]], len(models))
         self.devices = [parameters[0].device for parameters in self.parameters]
         self._how: Reduce = how
+        self._rooms: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         if how == "nccl" and (len(set(self.devices)) < len(models) or any(d.type != "cuda" for d in self.devices)):
             named = ", ".join(map(str, self.devices))
             raise ValueError(f"nccl adds up gradients of drafters on a GPU each, and they are on {named}: use copies")
@@ -73,7 +78,7 @@ class Reduction:
                 if not everywhere:
                     parameters[index].grad = None
                 elif self._how == "copies":
-                    _give(parameters[index], self.parameters[owner][index].grad)
+                    self._give(parameters[index], self.parameters[owner][index].grad)
 
     @torch.no_grad()
     def spread_weights(self) -> None:
@@ -93,12 +98,38 @@ class Reduction:
         if not gradients:
             return
         device = self.devices[owner]
-        # The first sum is a new tensor: a gradient on this very device may be another replica's.
-        total = gradients[0].to(device, non_blocking=True, copy=len(gradients) == 1)
-        for number, gradient in enumerate(gradients[1:]):
-            here = gradient.to(device, non_blocking=True)
-            total = total + here if number == 0 else total.add_(here)
+        # The sum is a new tensor: a gradient on this very device may be another replica's, and the room has the next.
+        total = self._brought(gradients[0], device)
+        if len(gradients) == 1 or total is not gradients[0]:
+            total = total.clone()
+        for gradient in gradients[1:]:
+            here = self._brought(gradient, device)
+            total = total + here if total is gradients[0] else total.add_(here)
         self.parameters[owner][index].grad = total
+
+    @torch.no_grad()
+    def _give(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is None:
+            parameter.grad = None
+            return
+        here = self._brought(gradient, parameter.device)
+        if parameter.grad is None:
+            parameter.grad = here.clone()
+        else:
+            parameter.grad.copy_(here)
+
+    def _brought(self, gradient: Tensor, device: torch.device) -> Tensor:
+        """On that device: itself if it is there, else in the room for what comes, where the next one takes its place.
+
+        What is queued to read it must be queued before the next one is brought.
+        """
+        if gradient.device == device:
+            return gradient
+        key = device, gradient.dtype
+        if key not in self._rooms:
+            largest = max(parameter.numel() for parameter in self.parameters[0])
+            self._rooms[key] = torch.empty(largest, dtype=gradient.dtype, device=device)
+        return self._rooms[key][: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)
 
     def _all_reduce(self) -> None:
         """One call from one thread for all gradients of all replicas, which NCCL makes one group of: were it called
@@ -118,12 +149,3 @@ class Reduction:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _give(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    if gradient is None:
-        parameter.grad = None
-    elif parameter.grad is None:
-        parameter.grad = gradient.to(parameter.device, non_blocking=True, copy=True)
-    else:
-        parameter.grad.copy_(gradient, non_blocking=True)

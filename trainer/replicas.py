@@ -35,7 +35,7 @@ from trainer.pipeline import LOOK_SECONDS, Failure, Worker, joined
 from trainer.reduction import Reduce, Reduction
 from trainer.snapshot import Trained
 from trainer.start import TrainingError
-from trainer.streams import Streams
+from trainer.streams import Streams, moved
 
 Sharing = Literal["replicated", "sharded"]
 
@@ -135,7 +135,7 @@ class Replicas:
             learner.sum_up()
         self._reduction.sum_gradients(everywhere=not self._sharded)
         for learner, parameters in self._each():
-            divide_gradients(parameters, terms.normaliser.to(learner.device, non_blocking=True))
+            divide_gradients(parameters, moved(terms.normaliser, learner.device))
         verdict = Verdict.of(terms, self._grad_norm())
         for learner, parameters in self._each():
             learner.apply(lr, verdict.to(learner.device), parameters)
@@ -152,7 +152,7 @@ class Replicas:
         first, learner = self.learners[0], self.learners[batch.rows.replica]
         measured = learner.measure_all(batch.received())
         self._beat()
-        return replace(measured, terms=_moved(measured.terms, first.device))
+        return replace(measured, terms=_terms_on(measured.terms, first.device))
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
@@ -209,7 +209,7 @@ class Replicas:
     def _total(self) -> LossTerms:
         """The terms of the whole step, on the first replica's device."""
         device = self.learners[0].device
-        every = [_moved(terms, device) for learner in self.learners if (terms := learner.step_terms) is not None]
+        every = [_terms_on(terms, device) for learner in self.learners if (terms := learner.step_terms) is not None]
         assert every, "update without learn"
         return sum(every[1:], every[0])
 
@@ -220,7 +220,7 @@ class Replicas:
             own = [index for index in shard if parameters[index].grad is not None]
             if own:
                 there = torch.stack(gradient_norms([parameters[index] for index in own]))
-                norms |= zip(own, there.to(device, non_blocking=True).unbind(), strict=True)
+                norms |= zip(own, moved(there, device).unbind(), strict=True)
         return total_norm([norms[index] for index in sorted(norms)])
 
     # The proof that they are equal.
@@ -360,6 +360,6 @@ class _OnItsWay:
         return cast(list[int], self._values.tolist())
 
 
-def _moved(terms: LossTerms, device: torch.device) -> LossTerms:
-    there = (cast(Tensor, getattr(terms, f.name)).to(device, non_blocking=True) for f in fields(terms))
+def _terms_on(terms: LossTerms, device: torch.device) -> LossTerms:
+    there = (moved(cast(Tensor, getattr(terms, f.name)), device) for f in fields(terms))
     return LossTerms(*there)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.blocks import moved
 from trainer.hooked import Parts
 from trainer.refused import TargetError
+from trainer.streams import moved
 
 
 def shares(layers: int, devices: int) -> list[int]:

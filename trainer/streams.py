@@ -1,5 +1,11 @@
 """The CUDA streams of the workers. What one worker queues on a device runs in its order; workers wait for each other by
 events alone, never for a device. On the CPU there are no streams, and nothing here does anything.
+
+Between two GPUs tensors go by `moved` alone. A copy is queued on its source's device, which writes into the other's
+memory. torch makes what follows there wait for it, and so may use that memory again as soon as the tensor is gone; but
+when it gives memory back to the driver (`empty_cache`, or for want of memory) neither torch nor cudaFree waits for
+another device's copy. That then writes to where nothing is any more, and the process is lost: "unspecified launch
+failure". See https://github.com/pytorch/pytorch/issues/196257, and benchmarks/peer_release.py.
 """
 
 # torch's streams are partly untyped.
@@ -9,6 +15,18 @@ import contextlib
 from collections.abc import Generator, Sequence
 
 import torch
+from torch import Tensor
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """On another device. A GPU's queue keeps the order, so no copy to it is waited for; the CPU would read early.
+
+    From GPU to GPU the memory is kept until the copy is done, however early the tensor goes.
+    """
+    there = tensor.to(device, dtype, non_blocking=device.type == "cuda")
+    if there.is_cuda and tensor.is_cuda and there.device != tensor.device:
+        there.record_stream(torch.cuda.current_stream(tensor.device))
+    return there
 
 
 class Streams:

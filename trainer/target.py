@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer import fast_target, sizes, vocabulary
-from trainer.blocks import moved
 from trainer.byhand import FAMILIES, ByHand, runs_by_hand
 from trainer.caches import TargetCache
 from trainer.draft_config import DraftConfig
@@ -30,6 +29,7 @@ from trainer.hooked import Hooked, Parts
 from trainer.proofs import prove
 from trainer.refused import TargetError, check_config, text_config
 from trainer.spread import spread
+from trainer.streams import moved
 from trainer.vocabulary import Counts, check_vocabulary
 
 

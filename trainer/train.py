@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from trainer import sizes
 from trainer.checkpoint import Progress, Written, judge, read_state
@@ -352,15 +353,20 @@ def learners_of(
         seed_all(config.train.seed)
         start_weights(model, init_from, say, target)
     model = model.to(devices[0])  # the first one's: the others have copies of it
-    heads = {each.device: each.head_weight for each in reversed(ground.targets)}
+    heads = heads_on(devices, ground.targets)
     return [
-        make_learner(
-            config,
-            copy.deepcopy(model).to(device) if number else model,
-            heads.setdefault(device, target.head_weight.to(device)),
-        )
+        make_learner(config, copy.deepcopy(model).to(device) if number else model, heads[device])
         for number, device in enumerate(devices)
     ]
+
+
+def heads_on(devices: Iterable[torch.device], targets: Sequence[TargetModel]) -> dict[torch.device, Tensor]:
+    """The target's head on each device: the one that is there, or a copy."""
+    heads = {each.device: each.head_weight for each in reversed(targets)}
+    for device in devices:
+        if device not in heads:
+            heads[device] = targets[0].head_weight.to(device)
+    return heads
 
 
 def tell_of_the_best(run: RunDir, scores: Measuring, say: Say) -> None:

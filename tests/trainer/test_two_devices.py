@@ -1,5 +1,8 @@
 """Target and drafter on two devices. The CPU has only one: there, what is asked to move, and in which type, is seen."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +137,14 @@ def test_the_dry_run_s_memory_is_what_a_training_takes(
     train(config, tmp_path / "run", say=silent)
     used = torch.cuda.max_memory_allocated() - before
     assert sum(part.bytes for part in parts) == pytest.approx(used, rel=0.15)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["moved", "sum"])
+def test_memory_goes_back_to_the_driver_once_another_gpu_has_written_it(case: str) -> None:
+    """In a process of its own, which would lose its GPUs. That torch's own copy does so is told by the program."""
+    program = Path(__file__).parents[2] / "benchmarks" / "peer_release.py"
+    done = subprocess.run([sys.executable, program, "--case", case], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)[case]["came to"] == "right"
