@@ -12,7 +12,8 @@ on after its last checkpoint. Without a GPU the sandbox's fake ones are held, an
 FOLDER of --out gets shown.txt, what each command showed with its exit code and seconds, and result.json, whose "wrong"
 lists all that was not as it should be; both are written as it goes. A part that fails is told there, and the others
 go on if they can. --cache: a folder whose compile-cache/, as a DFLASH_SHARED has it, the container gets; what had to be
-compiled all the same is in it at the end. tmux has to be installed.
+compiled all the same is in it at the end. (One that was made below another path torch 2.11 did not find: it is for
+runs of this program.) tmux has to be installed.
 """
 
 import argparse
