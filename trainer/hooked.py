@@ -143,7 +143,8 @@ class Hooked:
         """The captured layers of packed rows, [B, S, F], and the last norm's output if `final`, [B, S, H]."""
         count = self.num_layers if final else max(layer_ids) + 1
         trunk = self._cut.get(count) or self._cut.setdefault(count, self.parts.cut_trunk(count))
-        mask = self._masks(lambda window: document_mask(document_ids_BS, window))
+        here_BS = moved(document_ids_BS, ids_BS.device)  # they come from the host, for what needs their lengths there
+        mask = self._masks(lambda window: document_mask(here_BS, window))
         features_BSF, final_BSH = self._run(trunk, ids_BS, positions_BS, mask, layer_ids, use_cache=False)
         return features_BSF, final_BSH if final else None
 

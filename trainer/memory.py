@@ -212,8 +212,10 @@ def _drafter_s(
     given_bytes = 4 if on_cpu else target.bytes_each  # a drafter on the CPU widens it
     sharded = count > 1 and config.layout.optimizer == "sharded"
     largest = max(sum(lengths[index] for index in own) for own in shards(lengths, count))
-    # A sum and what is added to it, tensor by tensor; NCCL sums all in one.
-    summing = 0 if count == 1 else 4 * sum(lengths) if config.layout.reduce == "nccl" else 2 * 4 * max(lengths)
+    # NCCL sums all in one; else tensor by tensor: a sum and, on one device, what is added to it. What comes from
+    # another device has a room that stays.
+    copies, several = config.layout.reduce != "nccl", len(set(layout.drafters)) > 1
+    summing = 0 if count == 1 else (2 - several) * 4 * max(lengths) if copies else 4 * sum(lengths)
     parts = drafter_parts(
         draft,
         sum(lengths),
@@ -231,6 +233,8 @@ def _drafter_s(
     one = batch_bytes(draft, batch, bytes_each=given_bytes, soft=soft)
     held = batches_held(config, layout, one)
     less = ("lower layout.depth", "lower layout.queue_mib", "lower train.micro_rows")
+    if copies and several:
+        parts.append(Part("room for others' gradients", 4 * max(lengths)))
     return [*parts, Part(f"{held} batches of features", held * one, less)]
 
 

@@ -7,9 +7,9 @@ Everything is queued by the caller's thread on its current streams, which must b
 devices: torch orders a copy between two GPUs behind both of these, and what follows behind the copy. The host waits
 for nothing.
 
-What a copy brings to a GPU lands in a room that is never given back, and is put from there to where it belongs by that
-GPU itself: memory that another GPU writes must not be freed with the write under way (streams.py), and gradients go
-with every step. Kept until they are written, they would be there twice.
+What a copy brings to a GPU lands in a room that stays as long as the Reduction, and is put from there to where it
+belongs by that GPU itself: memory that another GPU writes must not be freed with the write under way (streams.py), and
+gradients go with every step. Kept until they are written, they would be there twice, as NCCL's are.
 """
 
 # torch's nccl functions and `split` are partly untyped.
@@ -21,6 +21,8 @@ from typing import Literal
 import torch
 import torch.cuda.nccl as nccl
 from torch import Tensor, nn
+
+from trainer.streams import keep_until
 
 Reduce = Literal["copies", "nccl"]
 
@@ -143,8 +145,12 @@ class Reduction:
                 parameter.grad = part.view_as(parameter)
 
     def _nccl_sum(self, tensors: list[Tensor]) -> None:
-        """In place, on the current streams."""
+        """In place, on the current streams. In one process a GPU may write into another's tensor."""
         nccl.all_reduce(tensors, streams=[torch.cuda.current_stream(device) for device in self.devices])
+        for tensor in tensors:
+            for device in self.devices:
+                if device != tensor.device:
+                    keep_until(tensor, device)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -1,11 +1,11 @@
 """The CUDA streams of the workers. What one worker queues on a device runs in its order; workers wait for each other by
 events alone, never for a device. On the CPU there are no streams, and nothing here does anything.
 
-Between two GPUs tensors go by `moved` alone. A copy is queued on its source's device, which writes into the other's
-memory. torch makes what follows there wait for it, and so may use that memory again as soon as the tensor is gone; but
-when it gives memory back to the driver (`empty_cache`, or for want of memory) neither torch nor cudaFree waits for
-another device's copy. That then writes to where nothing is any more, and the process is lost: "unspecified launch
-failure". See https://github.com/pytorch/pytorch/issues/196257, and benchmarks/peer_release.py.
+What goes from one GPU to another and is dropped some time goes by `moved`. A copy is queued on its source's device,
+which writes into the other's memory. torch makes what follows there wait for it, and so may use that memory again as
+soon as the tensor is gone; but when it gives memory back to the driver (`empty_cache`, or for want of memory) neither
+torch nor cudaFree waits for another device's copy. That then writes to where nothing is any more, and the process is
+lost: "unspecified launch failure". See https://github.com/pytorch/pytorch/issues/196257 and benchmarks/peer_release.py.
 """
 
 # torch's streams are partly untyped.
@@ -25,8 +25,23 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
     """
     there = tensor.to(device, dtype, non_blocking=device.type == "cuda")
     if there.is_cuda and tensor.is_cuda and there.device != tensor.device:
-        there.record_stream(torch.cuda.current_stream(tensor.device))
+        keep_until(there, tensor.device)
     return there
+
+
+_witnesses: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def keep_until(tensor: Tensor, device: torch.device) -> None:
+    """The tensor's memory is kept until all is done that the current stream of another GPU, `device`, holds now."""
+    stream = torch.cuda.current_stream(device)
+    if not stream.cuda_stream:
+        # A GPU's first stream, of which there is one name for all GPUs: the allocator would take it for the tensor's
+        # own. So another stream waits for it.
+        witness = _witnesses.get(device) or _witnesses.setdefault(device, torch.cuda.Stream(device))
+        witness.wait_stream(stream)
+        stream = witness
+    tensor.record_stream(stream)
 
 
 class Streams:

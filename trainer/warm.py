@@ -143,10 +143,10 @@ def warm_up_targets(
         started, before = time.perf_counter(), _graphs()
         with allow(COMPILE_SECONDS), _forms_for(len(wanted)):
             target.prepare(shape.rows, shape.row_tokens, layer_ids, final=shape.teacher, fp8=fp8, compiled=compiled)
-        for device in {parameter.device for parameter in target.model.parameters()}:
-            if _is_gpu(device):
+        if gpus := [d for d in {parameter.device for parameter in target.model.parameters()} if _is_gpu(d)]:
+            for device in gpus:
                 torch.cuda.synchronize(device)  # what it made of its weights, other streams will read
-                torch.cuda.empty_cache()  # and what it made them of is nobody's any more
+            torch.cuda.empty_cache()  # and what it made them of is nobody's any more: on all GPUs, so once all are done
         made, found = (now - then for now, then in zip(_graphs(), before, strict=True))
         warmed.append(Warmed(f"the target on {target.device}", time.perf_counter() - started, made, found))
         say(str(warmed[-1]))

@@ -1,16 +1,19 @@
 """On a GPU: flex attention, bfloat16 and compilation give what the CPU's plain path gives. Skipped without one."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_learner import document
 from test_update import assert_same_bits, state_of
 from tiny import tiny_toml
+from tiny_families import tiny_model
 
 from trainer.config import load
-from trainer.data import make_row
+from trainer.data import Document, make_row
 from trainer.draft import DraftModel
 from trainer.features import FeatureBatch
 from trainer.feed import all_anchors_batch, row_batch
@@ -96,6 +99,23 @@ def test_nothing_compiles_after_the_warm_up(objective: Objective, tiny_folder: P
             # Every anchor once, and a walk through both answers.
             assert int(measured.terms.blocks) == int(rows.keep_BN.sum()) == 60 * seed - 1 + 99
             assert [sum(cycles) for cycles in measured.answers()] == [60 * seed - 1, 99]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_a_target_by_its_own_forward_gives_on_the_gpu_what_it_gives_on_the_cpu(family: str) -> None:
+    """With a whole batch's way there: rows from the host, documents packed."""
+    there = copy.deepcopy(tiny_model(family)).to(GPU)
+    documents = [Document(np.arange(size) % 90 + 4, np.ones(size, dtype=bool)) for size in (40, 70)]
+    rows = row_batch([make_row(0, documents, 128)], 8, 0)
+    made: list[FeatureBatch] = []
+    for target in (TargetModel(tiny_model(family)), TargetModel(there)):
+        draft = target.draft_config(1, 4, (1, 2), 3)
+        made.append(features_of(target, rows, draft, target.device, teacher=True))
+    here, on_gpu = made
+    inside = rows.document_ids_BS >= 0
+    assert on_gpu.features_BSF.is_cuda and here.final_BSH is not None and on_gpu.final_BSH is not None
+    for one, other in ((here.features_BSF, on_gpu.features_BSF), (here.final_BSH, on_gpu.final_BSH)):
+        torch.testing.assert_close(other.cpu()[inside], one[inside], rtol=1e-3, atol=1e-3)
 
 
 def test_all_anchors_in_parts_give_what_the_cpu_gives(tiny_folder: Path) -> None:

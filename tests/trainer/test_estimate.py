@@ -272,6 +272,8 @@ def test_many_devices_have_what_each_of_two_has(qwen3_4b: Path) -> None:
     seven = two["cuda:1"].pop("6 batches of features") / 6 * 7
     for place in (5, 6, 7):
         assert many[f"cuda:{place}"].pop("7 batches of features") == pytest.approx(seven)
+        # What others' gradients come into; one drafter has none.
+        assert many[f"cuda:{place}"].pop("room for others' gradients") == 4 * 5 * 2560**2 / MIB
         assert many[f"cuda:{place}"] == two["cuda:1"]
 
 
@@ -344,19 +346,21 @@ def test_gradients_of_all_drafters_are_added_up_somewhere(qwen3_4b: Path) -> Non
     """It counts where a step's end is its peak: with few blocks. Sums are float32, and those of earlier forwards a part
     of their own, beside which the last forward's come in bfloat16."""
     less = ["train.anchors=8", "train.chunk_blocks=8"]
-    (alone, *_), copies, nccl, single = (
+    (alone, *_), copies, nccl, single, shared = (
         [value for what, value in memory_of(config)["cuda:1"].items() if what.startswith("a forward")]
         for config in (
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"], *less),
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less),
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less, "layout.reduce=nccl"),
             layout_config(qwen3_4b, ["cuda:0"], ["cuda:1-2"], *less, "train.rows_per_step=2"),
+            layout_config(qwen3_4b, ["cuda:0"], ["cuda:1"] * 2, *less, "layout.allow_shared_device=true"),
         )
     )
-    weights, two = 537_427_200, 2 * 4 * 5 * 2560**2  # a sum of the largest tensor, and what is added to it
-    assert copies[0] == pytest.approx((2 * weights + two) / MIB) and copies[0] > alone
+    weights, one = 537_427_200, 4 * 5 * 2560**2  # a sum of the largest tensor; what is added to it has its own room
+    assert copies[0] == pytest.approx((2 * weights + one) / MIB) and copies[0] > alone
     assert nccl[0] == pytest.approx((2 + 4) * weights / MIB)  # gradients, and all of them side by side
-    assert single[0] == pytest.approx((4 * weights + two) / MIB)
+    assert single[0] == pytest.approx((4 * weights + one) / MIB)
+    assert shared[0] == pytest.approx(2 * (2 * weights + 2 * one) / MIB)  # of two drafters, and both on the one device
 
 
 @pytest.mark.parametrize(("drafters", "kept"), [("cuda:1", True), ("cuda:1-2", False)])

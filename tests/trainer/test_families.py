@@ -188,6 +188,17 @@ def test_both_ways_are_the_same_on_the_real_model() -> None:
     torch.testing.assert_close(features[:, :half], features[:, half:], rtol=1e-4, atol=1e-2)  # the same text twice
 
 
+def test_documents_may_come_from_the_host() -> None:
+    """As batches have them: who needs their lengths there would wait for the GPU. "meta" stands for a GPU."""
+    target = TargetModel(tiny_model("qwen2"))
+    target.model.to("meta")
+    documents, positions = packed_row([5, 4])
+    features, final = target.features_and_final(
+        torch.zeros_like(documents).to("meta"), documents, positions.to("meta"), (1, 2)
+    )
+    assert (features.device.type, final.device.type) == ("meta", "meta")
+
+
 # --- what a pass leaves alone ---
 
 

@@ -141,7 +141,7 @@ def test_the_dry_run_s_memory_is_what_a_training_takes(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs here")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", ["moved", "sum"])
+@pytest.mark.parametrize("case", ["moved", "moved-default", "moved-short", "sum", "nccl"])
 def test_memory_goes_back_to_the_driver_once_another_gpu_has_written_it(case: str) -> None:
     """In a process of its own, which would lose its GPUs. That torch's own copy does so is told by the program."""
     program = Path(__file__).parents[2] / "benchmarks" / "peer_release.py"
