@@ -20,6 +20,7 @@ from trainer.fx_state import states
 from trainer.watchdog import stacks
 
 FLAG = ("torch.fx._symbolic_trace", "_is_fx_tracing_flag")
+OWN_FLAG = "_is_fx_tracing_tls"  # of torch 2.14
 COMPILER = tuple(f"/torch/{part}/" for part in ("fx", "_dynamo", "_functorch", "_inductor", "_higher_order_ops"))
 
 
@@ -142,6 +143,9 @@ def _flags() -> str:
     if FLAG[1] in vars(type(module)):  # ours: see fx_globals.py
         told = {state.thread.name: bool(state.values.get(FLAG, False)) for state in states() if state.thread.is_alive()}
         return ", ".join(f"{name!r} {'yes' if flag else 'no'}" for name, flag in sorted(told.items())) or "no thread"
+    if isinstance(own := vars(module).get(OWN_FLAG), threading.local):
+        traces = "yes" if getattr(own, "flag", False) else "no"
+        return f"in this torch each thread by itself; {threading.current_thread().name!r} {traces}"
     if FLAG[1] in vars(module):
         return f"one flag for all threads: {'yes' if getattr(module, FLAG[1]) else 'no'}"
     return "unknown, this torch keeps it elsewhere"

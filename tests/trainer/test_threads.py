@@ -12,7 +12,7 @@ import torch.fx._symbolic_trace as symbolic_trace
 import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.fx.traceback as traceback
 from torch import Tensor, nn
-from torch_repaired import add_one, raised
+from torch_repaired import add_one, one_flag, raised
 
 from trainer import fx_faults
 from trainer.diagnosis import tracing_threads
@@ -86,7 +86,7 @@ def changes(before: dict[str, Any]) -> list[str]:
     return found + [n for n, value in before.items() if n not in code and (n not in now or now[n] is not value)]
 
 
-@pytest.mark.parametrize("fix", ["per-thread", "always-false", "off"])
+@pytest.mark.parametrize("fix", ["per-thread", pytest.param("always-false", marks=one_flag), "off"])
 def test_undoing_makes_torch_what_it_was(fix: Any) -> None:
     before = everything()
     safety = make_torch_thread_safe(fix)
@@ -97,6 +97,7 @@ def test_undoing_makes_torch_what_it_was(fix: Any) -> None:
     assert installed() is None
 
 
+@one_flag
 def test_a_repair_is_made_once_and_another_one_takes_its_place() -> None:
     before, first = everything(), make_torch_thread_safe()
     assert make_torch_thread_safe() is first
@@ -131,12 +132,14 @@ def test_nothing_is_changed_while_a_thread_traces() -> None:
     assert installed() is first and tracing_threads() == []
 
 
+@one_flag
 def test_the_fields_first_fix_is_told_for_what_it_is() -> None:
     safety = make_torch_thread_safe("always-false")
     assert "flag" in safety.left and "stuck-flag" in safety.repaired
     assert "a thread that does as well" in str(safety)
 
 
+@one_flag
 def test_a_torch_that_is_not_as_known_gets_the_first_fix_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_fx_tracing() -> bool:
         return bool(symbolic_trace._is_fx_tracing_flag)
@@ -149,6 +152,15 @@ def test_a_torch_that_is_not_as_known_gets_the_first_fix_aloud(monkeypatch: pyte
     safety = make_torch_thread_safe()
     assert safety.flag_is_false and "is_fx_tracing is not what its source says" in str(safety)
     assert {"metadata", "make-fx", "stuck-flag"} <= set(safety.repaired) and "flag" in safety.left
+
+
+def test_the_fields_first_fix_does_nothing_where_torch_has_no_flag_for_all() -> None:
+    before, safety = everything(), make_torch_thread_safe("always-false")
+    if "flag" in safety.found:
+        pytest.skip(f"torch {torch.__version__} has one for all")
+    assert changes(before) == [] and not safety.flag_is_false and safety.left == safety.found
+    safety.undo()
+    assert installed() is None
 
 
 def test_a_torch_without_the_faults_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,17 @@
 import contextlib
 from collections.abc import Iterator
 
+import pytest
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 from torch import Tensor, nn
 
 from trainer import fx_patches
 from trainer.threads import installed
+
+one_flag = pytest.mark.skipif(
+    not hasattr(symbolic_trace, "_is_fx_tracing_flag"), reason="this torch has a flag for each thread: 2.14 and later"
+)
 
 
 @contextlib.contextmanager
