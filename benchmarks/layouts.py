@@ -162,6 +162,8 @@ def speed(size: Size, gpus: int, folder: Path, options: Any) -> None:
                 del made[other]
             gc.collect()
             if gpus:
+                for index in range(gpus):
+                    torch.cuda.synchronize(index)  # a layout that failed may have left copies on their way
                 torch.cuda.empty_cache()
                 for index in range(gpus):
                     torch.cuda.reset_peak_memory_stats(index)
