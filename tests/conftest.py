@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import documented
+import forked
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -167,9 +168,13 @@ class Cli:
     def __call__(
         self, *words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, timeout: float = 60
     ) -> subprocess.CompletedProcess[bytes]:
-        done = subprocess.run(
-            self.words(*words), input=stdin, capture_output=True, cwd=cwd, env=self.environment(), timeout=timeout
-        )
+        environment = self.environment()
+        if forked.can_be(environment):
+            done = forked.run(words, stdin=stdin, cwd=cwd, environment=environment, timeout=timeout)
+        else:
+            done = subprocess.run(
+                self.words(*words), input=stdin, capture_output=True, cwd=cwd, env=environment, timeout=timeout
+            )
         documented.confirm(words, done.stdout)
         return done
 
