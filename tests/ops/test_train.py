@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 from conftest import Box, Cli, write_inventory
+from in_container import folder_of, processes_of, record_of, run_folder, stand_in_at, wait_for_log
 from in_process import InProcess
 from proxy import Proxy
 from stand_in import retry_until
 
-from dflash_ops import deploy, gpus, runs, source, status, stops, train
+from dflash_ops import gpus, runs, status, stops, train
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, TimedOutError
 from dflash_ops.remote import bundle
@@ -38,36 +38,17 @@ def box(sandbox: SandboxState, tmp_path: Path) -> Box:
     return Box(write_inventory(tmp_path, sandbox.name, more=GPUS), sandbox)
 
 
-@pytest.fixture(scope="session")
-def stand_in_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stand_in.make_release(tmp_path_factory.mktemp("stand-in"))
-
-
 @pytest.fixture
-def place(box: Box, shell: Shell, stand_in_source: Path) -> Iterator[Container]:
-    """The container with the stand-in trainer deployed; whatever still runs in it at the end is stopped."""
-    yield from _with_release(box.container, shell, stand_in_source)
-
-
-def _with_release(container: Container, shell: Shell, folder: Path) -> Iterator[Container]:
-    deploy.deploy(shell, container, source.choose(folder, None, here=folder))
-    yield container
-    for run in train.list_runs(shell, container):
-        if run.state.live or train.status(shell, container, run.id).processes:
-            train.stop(shell, container, run.id, grace=0)
+def place(box: Box) -> Iterator[Container]:
+    with stand_in_at(box.container) as place:
+        yield place
 
 
 def begin(shell: Shell, container: Container, name: str = "a", config: str = "", **more: Any) -> runs.Run:
     """Starts a stand-in run and waits for its first step."""
     started = train.start(shell, container, StartRequest(name, config, "mine.toml", **more))
-    retry_until(lambda: b"step" in log_of(shell, container, started.run.id))
+    wait_for_log(container, started.run.id)
     return started.run
-
-
-def log_of(shell: Shell, container: Container, run: str) -> bytes:
-    got = bytearray()
-    train.logs(shell, container, run, on_out=got.extend)
-    return bytes(got)
 
 
 def inside(shell: Shell, container: Container, *words: str) -> bytes:
@@ -76,8 +57,8 @@ def inside(shell: Shell, container: Container, *words: str) -> bytes:
 
 def kill(shell: Shell, container: Container, run: str, who: str) -> None:
     """SIGKILL to the run's "supervisor" or "child"."""
-    state = json.loads(inside(shell, container, "cat", f"{container.path}/runs/{run}/state.json"))
-    inside(shell, container, "kill", "-9", str(state[who]["pid"]))
+    pid = record_of(container, run, "state.json")[who]["pid"]
+    inside(shell, container, "kill", "-9", str(pid))
 
 
 # -- the real trainer
@@ -89,7 +70,7 @@ def config(box: Box, cli: Cli, tmp_path: Path) -> Path:
     from tiny import tiny_toml
 
     shutil.copytree(Path(__file__).parents[2] / "trainer", tmp_path / "src" / "trainer")
-    assert cli("deploy", str(tmp_path / "src")).returncode == 0
+    assert InProcess(cli.inventory)("deploy", str(tmp_path / "src")).returncode == 0
     there = f"{box.container.path}/shared/tiny"
     config = tmp_path / "tiny.toml"
     config.write_text(tiny_toml(there, f"{there}/train.jsonl", f"{there}/heldout.jsonl", train__steps=100_000))
@@ -103,42 +84,45 @@ def tiny(config: Path, cli: Cli, tmp_path: Path) -> Path:
 
     tiny_training(tmp_path / "tiny")
     files = sorted(str(file) for file in (tmp_path / "tiny").rglob("*") if file.is_file() and file.suffix != ".toml")
-    done = cli("put", *files, "shared/tiny/")
+    done = InProcess(cli.inventory)("put", *files, "shared/tiny/")
     assert done.returncode == 0, done.stderr
     return config
 
 
 @pytest.mark.timeout(300)  # on a busy machine: torch is loaded seven times
 def test_start_to_first_step_stop_resume_kill_resume_finish(tiny: Path, cli: Cli, box: Box, shell: Shell) -> None:
+    here = InProcess(cli.inventory)
+
     def step_of(run: str) -> int:
-        state = train.status(shell, box.container, run).status
-        return state.step if state else 0
+        file = run_folder(box.container, run) / "status.json"
+        return json.loads(file.read_bytes())["step"] if file.exists() else 0
 
     began = cli("train", "start", str(tiny), "--json")
     assert began.returncode == 0, began.stderr
     first = json.loads(began.stdout)["run"]["id"]
-    retry_until(lambda: step_of(first) >= 1, 60)
-    found = cli("gpu-status", "--json")
+    retry_until(lambda: step_of(first) >= 1)
+    found = here("gpu-status", "--json")
     mine = [it for it in json.loads(found.stdout)["processes"] if it["run_id"] == first]
     assert [(it["vmid"], it["kind"], it["stale"], it["used_mib"]) for it in mine] == [(200, "run", False, 1542.0)] * 2
     assert cli("train", "stop", first).returncode == 0
-    stopped = json.loads(cli("train", "status", first, "--json").stdout)
+    stopped = json.loads(here("train", "status", first, "--json").stdout)
     assert (stopped["state"], stopped["code"]) == ("stopped", 0)
     assert stopped["checkpoints"]
 
     resumed = cli("train", "start", str(tiny), "--resume", first)
     assert resumed.returncode == 0
     assert f"goes on from {first}, step {stopped['status']['step']}\n" in resumed.stderr.decode()
-    retry_until(lambda: step_of("train") > stopped["status"]["step"], 60)
     second = train.newest(shell, box.container).id
-    retry_until(lambda: train.status(shell, box.container, second).checkpoints, 60)
+    retry_until(lambda: [*(run_folder(box.container, second) / "checkpoints").glob("step-*")])
+    retry_until(lambda: train.status(shell, box.container, second).checkpoints, every=0.5)
     kill(shell, box.container, second, "child")
     followed = cli("train", "logs", "-f", second)
     assert followed.returncode == 100
     assert b"failed" in followed.stderr and b"signal 9, exit code 137" in followed.stderr
-    assert cli("train", "wait", second).returncode == 137
+    assert here("train", "wait", second).returncode == 137
 
     killed_at = step_of(second)
+    assert killed_at > stopped["status"]["step"]
     more = [f"--set=train.steps={killed_at + 5}", "--resume", second, "--follow"]
     ended = cli("train", "start", str(tiny), *more, timeout=110)
     assert ended.returncode == 0, ended.stderr
@@ -149,13 +133,14 @@ def test_start_to_first_step_stop_resume_kill_resume_finish(tiny: Path, cli: Cli
 
 def test_a_config_that_is_refused(config: Path, cli: Cli, box: Box, shell: Shell) -> None:
     there = f"{box.container.path}/shared/tiny"
-    lacking = cli("train", "start", str(config))
+    here = InProcess(cli.inventory)
+    lacking = here("train", "start", str(config))
     line = lacking.stderr.decode()
     assert (lacking.returncode, line.count("\n")) == (6, 1), line
     assert f"{config} names what the container lacks (" in line and f"target.path: no {there}; data.train: no " in line
     assert "Next: dflash-ops put tiny shared/, or correct target.path; " in line and f"{there}/heldout.jsonl" in line
     config.write_text(config.read_text().replace("steps =", "steeps ="))
-    refused = cli("train", "start", str(config))
+    refused = here("train", "start", str(config))
     assert refused.returncode == 3
     line = refused.stderr.decode()
     assert line.count("\n") == 1
@@ -181,11 +166,11 @@ def test_two_starts_at_once_one_wins_the_other_says_who(
 
 
 def test_containers_that_share_a_gpu_exclude_each_other(
-    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell, stand_in_source: Path
+    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell
 ) -> None:
     (tmp_path / "other").mkdir()
     unprivileged = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201, more=GPUS), sandbox)
-    for other in _with_release(unprivileged.container, shell, stand_in_source):
+    with stand_in_at(unprivileged.container) as other:
         run = begin(shell, place, gpus=(1,))
         with pytest.raises(BusyError, match=rf"GPU 1 of box is taken.*{run.id} in container 200"):
             begin(shell, other, gpus=(1,))
@@ -203,6 +188,7 @@ def test_containers_that_share_a_gpu_exclude_each_other(
 def test_words_that_can_not_be(place: Container, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("")
     (tmp_path / "bad.env").write_text("A=1\nhush hush\n")
+    here = InProcess(cli.inventory)
     for words, code, says in (
         (("c.toml", "--name", "Run_1"), 2, "a run can't be called 'Run_1'"),
         (("c.toml", "--gpus", "0,2"), 2, "numbered from 0"),
@@ -210,12 +196,12 @@ def test_words_that_can_not_be(place: Container, cli: Cli, tmp_path: Path) -> No
         (("c.toml", "--env-file", "bad.env"), 3, "bad.env:2"),
         (("c.toml", "--resume", "nobody"), 8, "there is no run nobody"),
     ):
-        done = InProcess(cli.inventory)("train", "start", *words, cwd=tmp_path)
+        done = here("train", "start", *words, cwd=tmp_path)
         assert (done.returncode, done.stderr.count(b"\n")) == (code, 1), done.stderr
         assert says in done.stderr.decode()
         assert b"hush" not in done.stderr
-    assert cli("train", "stop").returncode == 8
-    assert cli("train", "logs").returncode == 8
+    assert here("train", "stop").returncode == 8
+    assert here("train", "logs").returncode == 8
 
 
 def test_a_secret_goes_nowhere_but_to_the_trainer(place: Container, cli: Cli, tmp_path: Path, shell: Shell) -> None:
@@ -224,13 +210,13 @@ def test_a_secret_goes_nowhere_but_to_the_trainer(place: Container, cli: Cli, tm
     started = cli("--debug", "train", "start", str(tmp_path / "c.toml"), "--env-file", str(tmp_path / "secrets.env"))
     assert started.returncode == 0
     assert b"hushhush" not in started.stdout + started.stderr
-    retry_until(lambda: b"step" in log_of(shell, place, "train"))
+    (run,) = train.list_runs(shell, place)
+    wait_for_log(place, run.id)
     script = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /var/log/* 2>/dev/null; true"
     assert b"hushhush" not in shell.run(place.host, Command(("sh", "-c", script))).out
     found = inside(shell, place, "grep", "-rl", "hushhush", place.path).decode().split()
     assert {Path(file).name for file in found} == {"env", "environment"}
-    (run,) = train.list_runs(shell, place)
-    assert json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/run.json"))["env_names"] == ["TOKEN"]
+    assert record_of(place, run.id)["env_names"] == ["TOKEN"]
 
 
 def test_no_tmux(sandbox: SandboxState, place: Container, shell: Shell) -> None:
@@ -251,12 +237,12 @@ def test_a_killed_supervisor_is_lost_never_running(place: Container, cli: Cli, s
         following = pool.submit(cli, "train", "logs", "-f", run.id)
         time.sleep(0.5)
         kill(shell, place, run.id, "supervisor")
-        told = cli("train", "status", run.id)
+        told = InProcess(cli.inventory)("train", "status", run.id)
         assert b"is lost" in told.stdout and b"running" not in told.stdout
         assert following.result().returncode == 100
     assert b"still alive" in told.stdout
     assert [it.state for it in train.list_runs(shell, place)] == [RunState.LOST]
-    done = cli("train", "stop", run.id, "--grace", "0.2")
+    done = InProcess(cli.inventory)("train", "stop", run.id, "--grace", "0.2")
     assert done.returncode == 0, done.stderr
     assert train.status(shell, place, run.id).processes == ()
 
@@ -269,7 +255,7 @@ def test_a_dead_parents_living_child_is_found_and_freed_by_the_next_start(place:
     def seen() -> gpus.GpuStatus:
         return status.gpu_status(shell, place.host, [place])
 
-    found = retry_until(lambda: (it := seen()) and any(p.kind == "dead" for p in it.processes) and it)
+    found = retry_until(lambda: (it := seen()) and any(p.kind == "dead" for p in it.processes) and it, every=0.3)
     dead = next(it for it in found.processes if it.kind == "dead")
     heir = next(it for it in found.processes if it.kind == "stale")
     assert dead.held_by == (heir.pid,)
@@ -282,7 +268,7 @@ def test_a_dead_parents_living_child_is_found_and_freed_by_the_next_start(place:
     removed, left = {files[0], files[2]}, files[1]
     assert {file for file in files if any(file in note.split(",")[0].split() for note in started.notes)} == removed
     assert inside(shell, place, "sh", "-c", 'ls -d "$@" 2>/dev/null; true', "sh", *files).decode().split() == [left]
-    retry_until(lambda: not [it for it in seen().processes if it.run_id == run.id])
+    retry_until(lambda: not [it for it in seen().processes if it.run_id == run.id], every=0.3)
     used = {gpu.in_container[200]: gpu.used_mib for gpu in seen().gpus}
     assert (used[0], used[1]) == (1551.0, 0.0)
 
@@ -297,7 +283,7 @@ def test_a_start_whose_answer_is_lost_starts_one_trainer(
     with Proxy(place.host, tmp_path) as proxy, Shell() as other:
 
         def cut_when_it_is_under_way() -> None:
-            inside(shell, place, "sh", "-c", f"until ls -d {place.path}/runs/.a-* 2>/dev/null; do sleep 0.02; done")
+            retry_until(lambda: [*(folder_of(place) / "runs").glob(".a-*")])
             proxy.cut()
 
         cutter = threading.Thread(target=cut_when_it_is_under_way)
@@ -326,7 +312,7 @@ def test_a_wait_with_a_timeout_goes_on_after_a_broken_link(place: Container, she
 # -- the log, the window, verdicts
 
 
-def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell) -> None:
+def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell, soak: bool) -> None:
     def ran(name: str, config: str) -> None:
         train.start(shell, place, StartRequest(name, config, "mine.toml"))
 
@@ -345,11 +331,11 @@ def test_verdicts_and_exit_codes(place: Container, cli: Cli, shell: Shell) -> No
     reading, writing = os.pipe()
     os.close(reading)
     with Path("/dev/full").open("wb") as full:
-        for output in (writing, full):
-            for more in ((), ("--json",)):
-                words = cli.words("train", "wait", "long", *more)
-                done = subprocess.run(words, env=cli.environment(), stdout=output, stderr=output, timeout=60)
-                assert done.returncode == 103, (output, more)
+        every = [(output, more) for output in (writing, full) for more in ((), ("--json",))]
+        for output, more in every if soak else (every[0], every[3]):
+            words = cli.words("train", "wait", "long", *more)
+            done = subprocess.run(words, env=cli.environment(), stdout=output, stderr=output, timeout=60)
+            assert done.returncode == 103, (output, more)
     os.close(writing)
     with pytest.raises(NotFoundError):
         train.stop(shell, place, "good")
@@ -359,22 +345,23 @@ def test_restart_goes_on_with_all_that_the_run_had(place: Container, cli: Cli, t
     (tmp_path / "c.toml").write_text("steps = 100000\nenvironment = yes")
     (tmp_path / "secrets.env").write_text("TOKEN=hushhush\n")
     words = ("--set", "a=1", "--env-file", str(tmp_path / "secrets.env"), "--gpus", "1", "--stall-minutes", "9")
-    assert cli("train", "start", str(tmp_path / "c.toml"), "--name", "r", *words).returncode == 0
+    here = InProcess(cli.inventory)
+    assert here("train", "start", str(tmp_path / "c.toml"), "--name", "r", *words).returncode == 0
     first = train.newest(shell, place)
-    retry_until(lambda: b"step 3" in log_of(shell, place, first.id))
-    done = cli("train", "restart", "r", "--set", "b=2", "--json")
+    wait_for_log(place, first.id, b"step 3")
+    done = here("train", "restart", "r", "--set", "b=2", "--json")
     assert done.returncode == 0, done.stderr
     second = json.loads(done.stdout)["run"]
     assert (second["name"], second["resumes"], second["gpus"], second["state"]) == ("r", first.id, [1], "running")
     assert train.status(shell, place, first.id).state is RunState.STOPPED
-    folder = f"{place.path}/runs/{second['id']}"
-    record = json.loads(inside(shell, place, "cat", f"{folder}/run.json"))
+    record = record_of(place, second["id"])
     assert (record["settings"], record["env_names"], record["stall_minutes"]) == (["a=1", "b=2"], ["TOKEN"], 9)
-    assert b"resumed at step" in retry_until(lambda: log_of(shell, place, second["id"]))
-    assert b"TOKEN=hushhush" in retry_until(lambda: inside(shell, place, "cat", f"{folder}/environment"))
+    wait_for_log(place, second["id"], b"resumed at step")
+    environment = run_folder(place, second["id"]) / "environment"
+    assert b"TOKEN=hushhush" in retry_until(lambda: environment.exists() and environment.read_bytes())
     # Of a run that has ended nothing is stopped; what is left of its config may be changed.
     train.stop(shell, place)
-    assert cli("train", "restart", "--gpus", "none", "--restart", "1").returncode == 0
+    assert here("train", "restart", "--gpus", "none", "--restart", "1").returncode == 0
     last = train.newest(shell, place)
     assert (last.resumes, last.gpus, last.gpus_known) == (second["id"], (), True)
 
@@ -391,8 +378,9 @@ def test_a_restart_checks_all_before_it_stops(
     ):
         done = InProcess(cli.inventory)("train", "restart", "r", *words)
         assert (done.returncode, says in done.stderr.decode()) == (code, True), done.stderr
-        assert train.status(shell, place, run.id).state is RunState.RUNNING, words
-    assert b".tmp" not in inside(shell, place, "ls", "-A", f"{place.path}/runs")
+        assert not (run_folder(place, run.id) / "exit.json").exists(), words
+    assert train.status(shell, place, run.id).state is RunState.RUNNING
+    assert not [*(folder_of(place) / "runs").glob(".*.tmp")]
 
     def fails(*_: object, **__: object) -> None:
         raise OpsError("the supervisor did not start", next="x")
@@ -411,7 +399,7 @@ def test_start_and_wait_end_with_the_runs_own_code(place: Container, cli: Cli, t
     waited = cli("train", "start", str(tmp_path / "c.toml"), "--wait", "--json")
     ended = json.loads(waited.stdout)
     assert (waited.returncode, ended["run"]["state"], ended["run"]["code"]) == (42, "failed", 42)
-    lines = [json.loads(line) for line in cli("train", "logs", "--json").stdout.splitlines()]
+    lines = [json.loads(line) for line in InProcess(cli.inventory)("train", "logs", "--json").stdout.splitlines()]
     assert [it["line"] for it in lines[:-1]] == ["step 1 ", "step 2 "]
     assert {it["schema_version"] for it in lines} == {1} and lines[-1]["run"]["exit_code"] == 100
 
@@ -467,11 +455,11 @@ def test_questions_beside_are_bounded_too(place: Container) -> None:
 
 
 def test_a_stop_touches_no_other_container_and_not_the_host(
-    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell, stand_in_source: Path
+    place: Container, sandbox: SandboxState, tmp_path: Path, shell: Shell
 ) -> None:
     (tmp_path / "other").mkdir()
     elsewhere = Box(write_inventory(tmp_path / "other", sandbox.name, vmid=201), sandbox)
-    for other in _with_release(elsewhere.container, shell, stand_in_source):
+    with stand_in_at(elsewhere.container) as other:
         theirs = begin(shell, other, config="child = yes\nstranger = yes", gpus=())
         run = begin(shell, place, config="child = yes\nstranger = yes\nsigterm = ignored", gpus=())
         # On the host, with the very mark of the run.
@@ -485,14 +473,14 @@ def test_a_stop_touches_no_other_container_and_not_the_host(
 def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, shell: Shell) -> None:
     """Trainer and supervisor are killed; who holds the GPU has nothing that tells of the run, not even a group."""
     run = begin(shell, place, config="sigterm = ignored\npause = 100\nstranger = yes", gpus=(0,))
-    written = Command(("cat", f"{place.path}/runs/{run.id}/stranger.pid"))  # by a process of its own
-    stranger = retry_until(lambda: shell.run(place, written).out).decode().strip()
-    state = json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/state.json"))
+    written = run_folder(place, run.id) / "stranger.pid"  # by a process of its own
+    stranger = retry_until(lambda: written.exists() and written.read_text()).strip()
+    state = record_of(place, run.id, "state.json")
     if state["cgroup"]:
         inside(shell, place, "sh", "-c", f"echo {stranger} > {Path(state['cgroup']).parent}/cgroup.procs")
     kill(shell, place, run.id, "supervisor")
     kill(shell, place, run.id, "child")
-    retry_until(lambda: not train.status(shell, place, run.id).processes)
+    retry_until(lambda: not train.status(shell, place, run.id).processes, every=0.3)
     parameters = {"path": place.path, "run": run.id, "grace": 0, "memory_seconds": 0.3}
     with pytest.raises(
         OpsError, match=rf"GPU memory is not back.*GPU 0: 1551 MiB in use, held by {stranger} \(sleep 1000"
@@ -507,23 +495,27 @@ def test_gpu_memory_that_a_stop_can_not_get_back_is_a_failure(place: Container, 
 
 def test_ctrl_c_leaves_the_log_and_the_run_goes_on(place: Container, cli: Cli, shell: Shell) -> None:
     begin(shell, place)
+
+    def readers() -> list[list[bytes]]:
+        return [words for words in processes_of(place) if b"follow" in words]
+
     with cli.start("train", "logs", "-f") as follower:
         assert follower.stdout and follower.stderr
         follower.stdout.readline()
+        assert readers()
         follower.send_signal(signal.SIGINT)
         assert follower.wait(60) == 130
         assert b"the run goes on" in follower.stderr.read()
     assert train.newest(shell, place).state is RunState.RUNNING
-    followers = b"dflash_ops.remote follow"
-    retry_until(lambda: followers not in shell.run(place.host, Command(("sh", "-c", "cat /proc/*/cmdline"))).out)
+    retry_until(lambda: not readers())
 
 
 def test_a_binary_log_arrives_byte_for_byte(place: Container, cli: Cli, shell: Shell) -> None:
     run = begin(shell, place, config="binary = yes\nsteps = 3")
     shown = cli("train", "logs", "-f").stdout
-    assert shown == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
+    assert shown == (run_folder(place, run.id) / "log").read_bytes()
     assert bytes(range(256)) * 1000 in shown
-    assert cli("train", "logs", "-n", "2").stdout == b"step 3 \nsaved\n"
+    assert InProcess(cli.inventory)("train", "logs", "-n", "2").stdout == b"step 3 \nsaved\n"
     with Path("/dev/full").open("wb") as full:
         failed = subprocess.run(cli.words("train", "logs"), stdout=full, stderr=subprocess.PIPE, env=cli.environment())
     text = failed.stderr.decode()
@@ -539,11 +531,11 @@ def test_the_window_in_the_container(place: Container, shell: Shell) -> None:
     def press(*keys: str) -> None:
         inside(shell, place, "tmux", "-L", "dflash", "send-keys", "-t", "=dflash-w:", *keys)
 
-    retry_until(lambda: b"step 2" in pane())
+    retry_until(lambda: b"step 2" in pane(), every=0.2)
     press("C-c")
-    retry_until(lambda: b"[y/N]" in pane())
+    retry_until(lambda: b"[y/N]" in pane(), every=0.2)
     press("y", "Enter")
-    retry_until(lambda: train.status(shell, place, run.id).state is RunState.STOPPED)
+    retry_until(lambda: train.status(shell, place, run.id).state is RunState.STOPPED, every=0.3)
 
 
 def test_a_pretty_terminal(place: Container, cli: Cli, shell: Shell) -> None:
