@@ -15,7 +15,7 @@ from typing import Any
 import stand_in
 from stand_in import retry_until
 
-from dflash_ops.command import Container
+from dflash_ops.command import Container, Host
 
 
 def folder_of(container: Container) -> Path:
@@ -23,24 +23,33 @@ def folder_of(container: Container) -> Path:
     return _init_of(container) / "root" / container.path.lstrip("/")
 
 
-def _init_of(container: Container) -> Path:
-    """The folder in /proc of the container's init."""
-    assert container.host.key is not None  # it lies in the sandbox's folder
-    init_pid = json.loads((container.host.key.parent / "state.json").read_bytes())["init_pid"]
-    hypervisor = Path(f"/proc/{init_pid}/root")
-    pid = (hypervisor / "run" / "lxc" / f"{container.vmid}.init").read_text().split()[0]
-    return hypervisor / "proc" / pid
+def folder_of_host(host: Host) -> Path:
+    """What the container's host has as its `/`."""
+    return _hypervisor(host) / "root"
 
 
-def processes_of(container: Container) -> list[list[bytes]]:
-    """The words of each process of the container."""
-    own = (_init_of(container) / "ns" / "pid").readlink()
+def processes_of(place: Host | Container) -> list[list[bytes]]:
+    """The words of each process of the container, or of the host without its containers'."""
+    init = _init_of(place) if isinstance(place, Container) else _hypervisor(place)
+    own = (init / "ns" / "pid").readlink()
     found: list[list[bytes]] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (folder / "ns" / "pid").readlink() == own:
                 found.append((folder / "cmdline").read_bytes().split(b"\0"))
     return found
+
+
+def _init_of(container: Container) -> Path:
+    """The folder in /proc of the container's init."""
+    root = folder_of_host(container.host)
+    return root / "proc" / (root / "run" / "lxc" / f"{container.vmid}.init").read_text().split()[0]
+
+
+def _hypervisor(host: Host) -> Path:
+    """The folder in /proc of the hypervisor's init."""
+    assert host.key is not None  # it lies in the sandbox's folder
+    return Path("/proc", str(json.loads((host.key.parent / "state.json").read_bytes())["init_pid"]))
 
 
 @contextlib.contextmanager
@@ -60,6 +69,27 @@ def put_stand_in(container: Container) -> None:
     owner = folder.parent.stat().st_uid
     for path in (folder, *folder.rglob("*")):
         os.lchown(path, owner, owner)
+
+
+def left_by_deploys(container: Container) -> list[str]:
+    """What a deploy must not leave: archives, half releases, staging folders; and its own processes, which may take a
+    moment to end."""
+    with contextlib.suppress(AssertionError):
+        retry_until(lambda: not _left_by_deploys(container), 10)
+    return _left_by_deploys(container)
+
+
+def _left_by_deploys(container: Container) -> list[str]:
+    folder, host = folder_of(container), container.host
+    found = [*(folder / "incoming").rglob("*"), *(folder / "releases").glob("*.tmp-*"), *folder.glob(".current-*")]
+    found += folder_of_host(host).glob("var/tmp/dflash-ops-stage-*")
+    lines = [b" ".join(words) for place in (container, host) for words in processes_of(place)]
+    push = f"pct push {container.vmid} ".encode()
+    return [*map(str, found), *(repr(line) for line in lines if b" receive deploy by" in line or push in line)]
+
+
+def current_release(container: Container) -> str:
+    return (folder_of(container) / "current").readlink().name
 
 
 def run_folder(container: Container, run_id: str) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Box, Cli
+from in_container import current_release, folder_of, folder_of_host, left_by_deploys, run_folder
 
 from dflash_ops import deploy as verbs
 from dflash_ops.command import Command, Container, Result
@@ -83,9 +84,7 @@ def test_a_release_arrives_as_it_is_here(shell: Shell, anywhere: Container, sour
     again = verbs.deploy(shell, anywhere, source, via=via)
     assert (again.sent, again.reused) == (0, 4)
     assert again.previous == done.release and again.release[-8:] == done.release[-8:]
-    assert listing(shell, anywhere, f"{anywhere.path}/incoming") == []
-    stages = shell.run(anywhere.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")))
-    assert stages.out == b""
+    assert left_by_deploys(anywhere) == []
 
 
 @pytest.fixture
@@ -202,19 +201,19 @@ def test_a_file_that_changes_meanwhile_is_read_once_more(shell: Shell, box: Box,
 
     if changes == 1:
         verbs.deploy(shell, box.container, source, way=Changing())
-        assert shell.run(box.container, Command(("cat", f"{box.container.path}/current/run.sh"))).out.endswith(b"# 0\n")
+        sent = folder_of(box.container) / "releases" / current_release(box.container) / "run.sh"
+        assert sent.read_text().endswith("# 0\n")
     else:
         with pytest.raises(SourceChanged, match=r"run\.sh"):
             verbs.deploy(shell, box.container, source, way=Changing())
-        assert verbs.releases(shell, box.container).releases == ()
+        assert [*folder_of(box.container).glob("releases/*")] == []
 
 
 def test_a_run_that_goes_on_is_told_and_keeps_its_release(shell: Shell, box: Box, source: Source) -> None:
     first = verbs.deploy(shell, box.container, source)
-    run = f"{box.container.path}/runs/one-20261129-000000-aaaa"
-    text = json.dumps({"schema_version": 1, "release": first.release})
-    script = 'mkdir -p "$1" && printf %s "$2" > "$1/run.json"'
-    shell.run(box.container, Command(("sh", "-c", script, "sh", run, text)), check=True)
+    run = run_folder(box.container, "one-20261129-000000-aaaa")
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"schema_version": 1, "release": first.release}))
     second = verbs.deploy(shell, box.container, source)
     assert [(item.run_id, item.release) for item in second.runs] == [("one-20261129-000000-aaaa", first.release)]
     kept = {item.id: item.why for item in verbs.prune(shell, box.container, 1).kept}
@@ -237,8 +236,8 @@ def test_list_and_rollback(shell: Shell, box: Box, source: Source, monkeypatch: 
     assert verbs.rollback(shell, container, second.release).previous == first.release
     with pytest.raises(NotFoundError, match=r"there is no release 2026.*nearest: "):
         verbs.rollback(shell, container, "20260101-000000-nogit-00000000")
-    harm = f"{container.path}/releases/{first.release}/trainer/__init__.py"
-    shell.run(container, Command(("sh", "-c", 'echo more >> "$1"', "sh", harm)), check=True)
+    with (folder_of(container) / "releases" / first.release / "trainer" / "__init__.py").open("a") as harmed:
+        harmed.write("more\n")
     with pytest.raises(VerificationError, match=r"is not whole .*__init__\.py.* is not what was sent"):
         verbs.rollback(shell, container)
 
@@ -263,16 +262,16 @@ def test_two_deploys_at_once(shell: Shell, box: Box, source: Source, monkeypatch
                     verbs.deploy(shell, container, source)
 
     done = verbs.deploy(shell, container, source, way=Meanwhile())
-    assert [item.id for item in verbs.releases(shell, container).releases] == [done.release]
+    assert [it.name for it in (folder_of(container) / "releases").iterdir()] == [done.release]
 
 
 def test_what_a_killed_host_left_is_gone_after_the_next_push(shell: Shell, box: Box, source: Source) -> None:
     """A staging folder that nobody holds any more; one that somebody does stays."""
     with staging(shell, box.host) as held:
-        shell.run(box.host, Command(("mkdir", "/var/tmp/dflash-ops-stage-old")), check=True)
+        stages = folder_of_host(box.host) / "var" / "tmp"
+        (stages / "dflash-ops-stage-old").mkdir()
         verbs.deploy(shell, box.container, source)
-        stages = shell.run(box.host, Command(("find", "/var/tmp", "-name", "dflash-ops-stage-*")))
-        assert stages.out.decode() == f"{held}\n"
+        assert [it.name for it in stages.glob("dflash-ops-stage-*")] == [Path(held).name]
 
 
 def test_pcts_own_lock_is_waited_for(shell: Shell, box: Box, source: Source) -> None:
@@ -341,10 +340,11 @@ def test_an_empty_source(shell: Shell, box: Box, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bashrc(shell: Shell, box: Box) -> Generator[Callable[[str], None], None, None]:
+def bashrc(box: Box) -> Generator[Callable[[str], None], None, None]:
     """Writes the start file that root's shell on the host reads before each command over ssh."""
-    yield lambda text: void(shell.send(box.host, text.encode(), f"{HOME}/.bashrc"))
-    shell.run(box.host, Command(("rm", "-f", f"{HOME}/.bashrc")), check=True)
+    file = folder_of_host(box.host) / HOME.lstrip("/") / ".bashrc"
+    yield lambda text: void(file.write_text(text))
+    file.unlink()
 
 
 def void(_: object) -> None:
@@ -377,15 +377,15 @@ exit 0
 def test_a_push_that_lies_is_found_out(shell: Shell, box: Box, source: Source, bashrc, instead: str, why: str) -> None:
     first = verbs.deploy(shell, box.container, source)
     (source.root / "trainer" / ODD).write_bytes(b"x" * 100_001)  # else nothing is pushed
-    shell.run(box.host, Command(("mkdir", "-p", "/root/liar")), check=True)
-    shell.send(box.host, (LIAR % instead).encode(), "/root/liar/pct")
-    shell.run(box.host, Command(("chmod", "755", "/root/liar/pct")), check=True)
+    liar = folder_of_host(box.host) / "root" / "liar" / "pct"
+    liar.parent.mkdir(exist_ok=True)
+    liar.write_text(LIAR % instead)
+    liar.chmod(0o755)
     bashrc("PATH=/root/liar:$PATH\n")
     with pytest.raises(OpsError, match=why) as caught:
         verbs.deploy(shell, box.container, source)
     assert isinstance(caught.value, VerificationError) or "pct push failed" in str(caught.value)
     bashrc("")
-    assert [(item.id, item.current) for item in verbs.releases(shell, box.container).releases] == [
-        (first.release, True)
-    ]
-    assert listing(shell, box.container, f"{box.container.path}/incoming") == []
+    assert [it.name for it in (folder_of(box.container) / "releases").iterdir()] == [first.release]
+    assert current_release(box.container) == first.release
+    assert [*(folder_of(box.container) / "incoming").iterdir()] == []

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import sys
 import zipfile
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from conftest import Box, Cli
+from in_container import folder_of
+from in_process import InProcess
 
 from dflash_ops import environment as verbs
 from dflash_ops import wheels
@@ -53,15 +56,17 @@ def make_wheel(
     return f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
 
 
-def release_with(shell: Shell, container: Container, lock: str, digit: int = 0, **files: str) -> str:
+def release_with(container: Container, lock: str, digit: int = 0, **files: str) -> str:
     """A release that is current, as a deploy leaves it, and its id."""
     name = f"{RELEASE}{digit}"
-    script = """mkdir -p "$1/releases/$2/trainer" && cd "$1/releases/$2/trainer" && cat > requirements.lock
-        ln -sfn "releases/$2" "$1/current" """
-    shell.run(container, Command(("sh", "-c", script, "sh", container.path, name), stdin=lock.encode()), check=True)
+    trainer = folder_of(container) / "releases" / name / "trainer"
+    trainer.mkdir(parents=True, exist_ok=True)
+    (trainer / "requirements.lock").write_text(lock)
     for file, text in files.items():
-        words = ("sh", "-c", 'cat > "$1"', "sh", f"{container.path}/releases/{name}/trainer/{file}.py")
-        shell.run(container, Command(words, stdin=text.encode()), check=True)
+        (trainer / f"{file}.py").write_text(text)
+    current = folder_of(container) / "current"
+    current.unlink(missing_ok=True)
+    current.symlink_to(f"releases/{name}")
     return name
 
 
@@ -97,7 +102,7 @@ def test_environments_come_and_go(shell: Shell, either: Container, house: Path) 
     """Built from wheels without a network; the next lock's beside it; back again without building."""
     first = "# python >= 3.9\n" + make_wheel(house, "one", "1.0", needs=("two",)) + make_wheel(house, "two", "2.0")
     make_wheel(house, "other", "9.9")
-    release = release_with(shell, either, first)
+    release = release_with(either, first)
     installer = "pip" if either.python == os.path.realpath(sys.executable) else "uv"
     assert verbs.list_all(shell, either) == []
     made = verbs.sync(shell, either, wheelhouse=house)
@@ -111,7 +116,7 @@ def test_environments_come_and_go(shell: Shell, either: Container, house: Path) 
     assert (again.made, again.environment, again.previous) == (False, made.environment, made.environment)
 
     second = make_wheel(house, "one", "1.1") + make_wheel(house, "two", "2.0")
-    release_with(shell, either, second, 1)
+    release_with(either, second, 1)
     stale = verbs.check(shell, either)
     assert [(row.name, row.wanted, row.has) for row in stale.rows if not row.ok] == [("one", "1.1", "1.0")]
     newer = verbs.sync(shell, either, wheelhouse=house)
@@ -125,13 +130,13 @@ def test_environments_come_and_go(shell: Shell, either: Container, house: Path) 
     ]
     assert all(it.size and it.size > 1000 and it.made_at and it.python for it in listed)
     # What was harmed meanwhile is made anew.
-    harm = ("sh", "-c", 'rm -r "$1"/lib/python3*/site-packages/two-2.0.dist-info', "sh", f"{either.path}/env/current")
-    shell.run(either, Command(harm), check=True)
+    (harmed,) = (folder_of(either) / "env" / "current").glob("lib/python3*/site-packages/two-2.0.dist-info")
+    shutil.rmtree(harmed)
     assert not verbs.check(shell, either, release).ok
     mended = verbs.sync(shell, either, release, wheelhouse=house)
     assert mended.made and mended.environment == made.environment and verbs.check(shell, either, release).ok
-    left = shell.run(either, Command(("ls", "-A", f"{either.path}/env")), check=True).out.split()
-    assert sorted(left) == sorted(os.fsencode(name) for name in ("current", made.environment, newer.environment))
+    left = sorted(entry.name for entry in (folder_of(either) / "env").iterdir())
+    assert left == sorted(("current", made.environment, newer.environment))
 
 
 def test_another_build_of_torch_brings_what_nobody_has_locked(shell: Shell, either: Container, house: Path) -> None:
@@ -139,20 +144,20 @@ def test_another_build_of_torch_brings_what_nobody_has_locked(shell: Shell, eith
     lock = make_wheel(house, "one", "1.0") + make_wheel(house, "two", "2.0") + "torch==2.0\nnvidia-cublas==1.0\n"
     make_wheel(house, "torch", "2.0+cpu", needs=("two", "three"))
     make_wheel(house, "three", "3.0")
-    release_with(shell, container, lock)
+    release_with(container, lock)
     made = verbs.sync(shell, container, wheelhouse=house)
     assert (made.torch, installed(shell, container)) == ("2.0+cpu", "1.0")
     found = verbs.check(shell, container)
     assert [row.name for row in found.rows][3:] == ["torch", "one", "two"] and found.ok
     (house / "three-3.0-py3-none-any.whl").unlink()
-    release_with(shell, container, lock + "# another\n")
+    release_with(container, lock + "# another\n")
     with pytest.raises(PreflightError, match=r"pip install failed .*three"):
         verbs.sync(shell, container, wheelhouse=house)
     assert [(it.whole, it.current) for it in verbs.list_all(shell, container)] == [(True, True), (False, False)]
 
 
 def test_by_pip(shell: Shell, base: Container, house: Path, cli: Cli) -> None:
-    release_with(shell, base, make_wheel(house, "one", "1.0"))
+    release_with(base, make_wheel(house, "one", "1.0"))
     made = verbs.sync(shell, base, wheelhouse=house)
     assert (made.installer, installed(shell, base)) == ("pip", "1.0")
     # `exec` runs its Python, by its real path.
@@ -168,7 +173,7 @@ def test_a_cut_build_is_begun_anew(shell: Shell, either: Container, house: Path)
             if text.startswith("  "):
                 raise KeyboardInterrupt
 
-    release_with(shell, either, make_wheel(house, "one", "1.0"))
+    release_with(either, make_wheel(house, "one", "1.0"))
     with pytest.raises(KeyboardInterrupt):
         verbs.sync(shell, either, wheelhouse=house, progress=Cut())
     assert [it for it in verbs.list_all(shell, either) if it.whole or it.current] == []
@@ -179,7 +184,7 @@ def test_a_cut_build_is_begun_anew(shell: Shell, either: Container, house: Path)
 
 def test_two_syncs_at_once(shell: Shell, base: Container, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "_PATIENCE_SECONDS", 0.2)
-    release_with(shell, base, make_wheel(house, "one", "1.0"))
+    release_with(base, make_wheel(house, "one", "1.0"))
     chosen, tried = wheels.chosen, []
 
     def meanwhile(*words: Any) -> list[wheels.Wheel]:
@@ -203,7 +208,7 @@ def test_what_a_wheelhouse_lacks_is_said_before_anything_is_built(shell: Shell, 
     lock += "three==3.0 ; python_version < '3.0'\nfour==4.0 ; sys_platform == 'linux'\n"
     (house / "two-2.0-py3-none-any.whl").rename(house / "two-2.0-cp311-cp311-macosx_11_0_arm64.whl")
     make_wheel(house, "four", "4.1")
-    release_with(shell, base, lock)
+    release_with(base, lock)
     with pytest.raises(
         PreflightError, match=r"lacks packages .*: two 2\.0 \(has 2\.0\), four 4\.0 \(has 4\.1\), for Py"
     ):
@@ -213,14 +218,14 @@ def test_what_a_wheelhouse_lacks_is_said_before_anything_is_built(shell: Shell, 
     (house / "sub").mkdir()
     with pytest.raises(NotFoundError, match=r"no wheel in the wheelhouse .*pip download"):
         verbs.sync(shell, base, wheelhouse=house / "sub")
-    assert shell.run(base, Command(("ls", f"{base.path}/env"))).out == b""
+    assert not [name for name in (folder_of(base) / "env").glob("[!.]*")]
 
 
 def test_a_wheel_that_is_not_the_locked_one(shell: Shell, base: Container, house: Path) -> None:
     lock = make_wheel(house, "one", "1.0")
     with (house / "one-1.0-py3-none-any.whl").open("ab") as file:
         file.write(b"x")
-    release_with(shell, base, lock)
+    release_with(base, lock)
     with pytest.raises(VerificationError, match=r"a wheel is not the locked one .*one-1\.0"):
         verbs.sync(shell, base, wheelhouse=house)
 
@@ -273,9 +278,11 @@ def test_who_failed_is_said_by_its_name(tmp_path: Path) -> None:
 def test_no_room_is_said_before_anything_is_built(
     shell: Shell, base: Container, house: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release_with(shell, base, make_wheel(house, "one", "1.0"))
-    script = 'mkdir -p "$1" && cd "$1" && echo >pyvenv.cfg && echo "{\\"bytes\\": 1073741824}" >env.json'
-    shell.run(base, Command(("sh", "-c", script, "sh", f"{base.path}/env/old")), check=True)
+    release_with(base, make_wheel(house, "one", "1.0"))
+    old = folder_of(base) / "env" / "old"
+    old.mkdir(parents=True)
+    (old / "pyvenv.cfg").touch()
+    (old / "env.json").write_text('{"bytes": 1073741824}')
     monkeypatch.setattr(wheels.Wheel, "unpacked_bytes", 1 << 60)
     says = (
         r"no space for the environment .*about 115292\d+ bytes are needed, \d+ are free; not in use: old \(1\.0 GiB\)"
@@ -313,8 +320,9 @@ def test_what_is_run_where_there_is_an_index() -> None:
 
 def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell, tmp_path: Path) -> None:
     """The sandbox's own Python, against a lock that wants another transformers and a package that is not there."""
-    release_with(shell, box.container, "numpy==0.1\nrich==0.1 ; sys_platform == 'win32'\nno-such-thing==1\n")
-    done = cli("env", "check")
+    release_with(box.container, "numpy==0.1\nrich==0.1 ; sys_platform == 'win32'\nno-such-thing==1\n")
+    here = InProcess(cli.inventory)
+    done = here("env", "check")
     text = done.stdout.decode()
     assert done.returncode == 6 and done.stderr == b""
     assert "numpy" in text and "0.1" in text and "no-such-thing" in text and "rich" not in text
@@ -323,7 +331,7 @@ def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell, tmp_pat
     assert not found.ok and found.environment is None
     assert {row.name: row.has for row in found.rows if not row.ok}["no-such-thing"] is None
     (tmp_path / "config.toml").write_text("")
-    start = cli("train", "start", str(tmp_path / "config.toml"), "--gpus", "none")
+    start = here("train", "start", str(tmp_path / "config.toml"), "--gpus", "none")
     assert start.returncode == 6 and b"no-such-thing: wanted 1, has nothing" in start.stderr
     with pytest.raises(NotFoundError, match="nearest: 20261129-120000-nogit-00000000"):
         verbs.check(shell, box.container, "20261129-120000-nogit-11111111")
@@ -332,11 +340,11 @@ def test_both_columns_and_an_exit_code(box: Box, cli: Cli, shell: Shell, tmp_pat
 def test_without_a_release_or_a_lock(shell: Shell, box: Box) -> None:
     with pytest.raises(NotFoundError, match="nothing is deployed"):
         verbs.check(shell, box.container)
-    name = release_with(shell, box.container, "")
-    shell.run(box.container, Command(("rm", f"{box.container.path}/releases/{name}/trainer/requirements.lock")))
+    name = release_with(box.container, "")
+    (folder_of(box.container) / "releases" / name / "trainer" / "requirements.lock").unlink()
     with pytest.raises(NotFoundError, match=r"does not say what it needs .*it has no trainer/requirements\.lock"):
         verbs.check(shell, box.container)
-    release_with(shell, box.container, "one >= 2\n")
+    release_with(box.container, "one >= 2\n")
     with pytest.raises(ConfigError, match=r"a line that is no NAME==VERSION .*one >= 2"):
         verbs.check(shell, box.container)
 
@@ -544,7 +552,7 @@ print(json.dumps({"cache": "/cache", "devices": [{**device, "state": "warm" if b
 
 
 def test_warm_says_what_it_saved(shell: Shell, box: Box, cli: Cli, tmp_path: Path) -> None:
-    name = release_with(shell, box.container, "", __main__=WARM, __init__="")
+    name = release_with(box.container, "", __main__=WARM, __init__="")
     config = tmp_path / "config.toml"
     config.write_text("good")
     done = cli("--debug", "env", "warm", str(config), "--set", "a=b", "--gpus", "none", "--json")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 from conftest import Box, write_inventory
+from in_container import end_runs, put_stand_in
 from stand_in import retry_until
 
-from dflash_ops import deploy, gpu_locks, gpus, source, train
+from dflash_ops import gpu_locks, gpus, train
 from dflash_ops.command import Command, Container, Host, Result
 from dflash_ops.errors import BusyError
 from dflash_ops.gpu_locks import LockHolder
@@ -129,23 +129,19 @@ def test_holders() -> None:
 def deployed(sandbox: SandboxState, tmp_path_factory: pytest.TempPathFactory) -> tuple[Container, Container]:
     """Containers 200 and 201 with both GPUs, which the second one's inventory numbers the wrong way round."""
     made: list[Container] = []
-    folder = stand_in.make_release(tmp_path_factory.mktemp("stand-in"))
-    with Shell() as shell:
-        for vmid, numbers in ((200, "[0, 1]"), (201, "[1, 0]")):
-            more = f"gpus = {numbers}\n"
-            inventory = write_inventory(tmp_path_factory.mktemp("inventory"), sandbox.name, vmid=vmid, more=more)
-            made.append(replace(Box(inventory, sandbox).container, path="/opt/locks"))
-            deploy.deploy(shell, made[-1], source.choose(folder, None, here=folder))
+    for vmid, numbers in ((200, "[0, 1]"), (201, "[1, 0]")):
+        more = f"gpus = {numbers}\n"
+        inventory = write_inventory(tmp_path_factory.mktemp("inventory"), sandbox.name, vmid=vmid, more=more)
+        made.append(replace(Box(inventory, sandbox).container, path="/opt/locks"))
+        put_stand_in(made[-1])
     return made[0], made[1]
 
 
 @pytest.fixture
-def places(deployed: tuple[Container, Container], shell: Shell) -> Iterator[tuple[Container, Container]]:
+def places(deployed: tuple[Container, Container]) -> Iterator[tuple[Container, Container]]:
     yield deployed
     for place in deployed:
-        for run in train.list_runs(shell, place):
-            if run.state.live:
-                train.stop(shell, place, run.id, grace=0)
+        end_runs(place)
 
 
 def begin(shell: Shell, place: Container, name: str, *on: int) -> Started:
@@ -190,7 +186,7 @@ def test_an_earlier_version_and_this_one_exclude_each_other(places: tuple[Contai
         assert talk.hear() == b"held"
         with pytest.raises(BusyError, match=r"GPU 1 of box is taken .*process .* of the host in container 200"):
             begin(shell, own, "a", 0, 1)
-    retry_until(lambda: shell.run(own, held).code == 0)  # it has ended
+    retry_until(lambda: shell.run(own, held).code == 0, every=0.3)  # it has ended
     begin(shell, own, "a", 0, 1)
     assert shell.run(own, held).code == gpu_locks.TAKEN
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 from conftest import Box, Cli
+from in_container import folder_of, record_of, run_folder, stand_in_at
 from stand_in import retry_until
 from typer.testing import CliRunner
 
-from dflash_ops import cli_keep, data, deploy, keeping, render_runs, runs, source, train
+from dflash_ops import cli_keep, data, keeping, render_runs, runs, train
 from dflash_ops.cli import app
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError, UsageFault
@@ -33,13 +33,9 @@ from dflash_ops.shell import Shell
 
 
 @pytest.fixture
-def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
-    folder = stand_in.make_release(tmp_path / "stand-in")
-    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
-    yield box.container
-    for run in train.list_runs(shell, box.container):
-        if run.state.live:
-            train.stop(shell, box.container, run.id, grace=0)
+def place(box: Box) -> Iterator[Container]:
+    with stand_in_at(box.container) as place:
+        yield place
 
 
 def begin(shell: Shell, container: Container, name: str, config: str = "", **more: object) -> runs.Run:
@@ -122,7 +118,7 @@ def test_attach_is_the_real_window_in_size_and_colours(place: Container, cli: Cl
     features = inside(shell, place, "tmux", "-L", "dflash", "list-clients", "-F", "#{client_termfeatures}")
     assert b"RGB" in features and b"256" in features
     terminal.resize(80, 24)
-    retry_until(lambda: terminal.read() and clients().startswith(b"80x24 "))
+    retry_until(lambda: terminal.read() and clients().startswith(b"80x24 "), every=0.2)
     terminal.press(b"\x02d")
     assert terminal.end() == 0 and b"goes on" in terminal.shown
     assert train.status(shell, place, run.id).state.live
@@ -143,22 +139,13 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
     more = {"env": "TOKEN=hushhush\n", "notify": ("http://127.0.0.1:9/hushhush",)}
     run = begin(shell, place, "a", "steps = 5\nrecords = yes\nenvironment = yes", **more)
     train.wait(shell, place, run.id)
-    folder = f"{place.path}/runs/{run.id}"
-    inside(shell, place, "sh", "-c", f"until [ -s {folder}/notify.log ]; do sleep 0.05; done")  # its last file
-    inside(
-        shell,
-        place,
-        "sh",
-        "-c",
-        f"cd {folder}; echo new > checkpoints/step-00000005/model; mkdir events; echo e > events/tf",
-    )
-    inside(
-        shell,
-        place,
-        "sh",
-        "-c",
-        f"cd {folder}; mkdir checkpoints/step-00000003; echo old > checkpoints/step-00000003/model",
-    )
+    folder = run_folder(place, run.id)
+    retry_until(lambda: (folder / "notify.log").exists() and (folder / "notify.log").read_bytes())  # its last file
+    for name, text in (
+        ("checkpoints/step-00000005/model", "new"), ("checkpoints/step-00000003/model", "old"), ("events/tf", "e"),
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
     done = cli("train", "fetch", "a", "-o", str(tmp_path / "here"), "--json")
     assert done.returncode == 0, done.stderr
     here = tmp_path / "here" / run.id
@@ -167,7 +154,7 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
     assert {"log", "log.times", "metrics.jsonl", "status.json", "exit.json", "notify.log", "events/tf"} < names
     assert {name for name in names if name.startswith("checkpoints")} == {"checkpoints/step-00000005/model"}
     assert not [file for file in here.rglob("*") if file.is_file() and b"hushhush" in file.read_bytes()]
-    assert (here / "log").read_bytes() == inside(shell, place, "cat", f"{folder}/log")
+    assert (here / "log").read_bytes() == (folder / "log").read_bytes()
     ended = train.status(shell, place, run.id)
     assert keeping.fetch(shell, place, ended, tmp_path / "here", checkpoints="newest").sent == 0
     assert keeping.fetch(shell, place, ended, tmp_path / "here", checkpoints="all").sent == 4
@@ -179,11 +166,12 @@ def test_a_run_is_fetched_without_its_secrets(place: Container, cli: Cli, shell:
 
 def test_a_run_that_goes_on_is_fetched_as_it_stands(place: Container, shell: Shell, tmp_path: Path, soak: bool) -> None:
     run = begin(shell, place, "a", "pause = 0.002\nrecords = yes")  # a new status.json each step, too
-    retry_until(lambda: train.status(shell, place, run.id).log_bytes > 1000)
+    log = run_folder(place, run.id) / "log"
+    retry_until(lambda: log.exists() and log.stat().st_size > 1000)
     for _ in range(20 if soak else 2):
         keeping.fetch(shell, place, run, tmp_path, checkpoints="newest")
         text = (tmp_path / run.id / "log").read_bytes()
-        assert inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log").startswith(text)
+        assert log.read_bytes().startswith(text) and text
 
 
 def test_what_is_written_anew_rotated_or_removed_meanwhile_is_fetched(tmp_path: Path) -> None:
@@ -274,20 +262,21 @@ def test_rm_never_takes_what_lives_and_asks(place: Container, cli: Cli, shell: S
         keeping.remove(shell, place, ["a"])
     with pytest.raises(NotFoundError):
         keeping.remove(shell, place, ["c", "nobody"])
-    assert len(train.list_runs(shell, place)) == 3
+    kept = sorted((folder_of(place) / "runs").iterdir())
+    assert len(kept) == 3
     train.stop(shell, place, second.id)
     refused = in_process(cli, "train", "rm", "a")
     assert isinstance(refused, UsageFault) and "--yes" in str(refused)
-    assert len(train.list_runs(shell, place)) == 3
+    assert sorted((folder_of(place) / "runs").iterdir()) == kept
     terminal = Terminal(cli.words("train", "rm", "a"), cli.environment(), 80, 24)
     retry_until(lambda: b"[y/N]" in terminal.read())
     assert f"{first.id}: 1 checkpoint".encode() in terminal.shown
     terminal.press(b"y\r")
     assert terminal.end() == 0
     assert len(train.list_runs(shell, place)) == 2
-    inside(shell, place, "mkdir", f"{place.path}/runs/.x.removed")  # an earlier one was killed half way
+    (folder_of(place) / "runs" / ".x.removed").mkdir()  # an earlier one was killed half way
     assert in_process(cli, "train", "rm", "-y", "b", "c") is None
-    assert inside(shell, place, "ls", "-A", f"{place.path}/runs") == b""
+    assert [*(folder_of(place) / "runs").iterdir()] == []
 
 
 def test_rm_says_what_stays_and_takes_no_link_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,12 +328,9 @@ def test_rm_spares_what_a_living_one_began_from_and_what_has_only_a_supervisor(
 
 def test_a_lost_run_with_living_processes_stays(place: Container, shell: Shell) -> None:
     run = begin(shell, place, "a", "child = yes\nsigterm = ignored")
-    state = retry_until(
-        lambda: json.loads(inside(shell, place, "cat", f"{place.path}/runs/{run.id}/state.json") or b"{}")
-    )
-    retry_until(lambda: len(train.status(shell, place, run.id).processes) >= 2)
-    inside(shell, place, "kill", "-9", str(state["supervisor"]["pid"]))
-    retry_until(lambda: train.status(shell, place, run.id).state is RunState.LOST)
+    retry_until(lambda: (run_folder(place, run.id) / "child.pid").exists())
+    inside(shell, place, "kill", "-9", str(record_of(place, run.id, "state.json")["supervisor"]["pid"]))
+    retry_until(lambda: train.status(shell, place, run.id).state is RunState.LOST, every=0.3)
     with pytest.raises(BusyError, match="has living processes"):
         keeping.remove(shell, place, ["a"])
     train.stop(shell, place, run.id, grace=0.1)
@@ -355,8 +341,8 @@ def test_a_list_of_a_thousand_runs_is_one_command(
     box: Box, shell: Shell, soak: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count = 1000 if soak else 120
-    script = f'for n in $(seq 1000 {999 + count}); do mkdir -p "$1/run-20261129-120000-$n"; done'
-    inside(shell, box.container, "sh", "-c", script, "sh", f"{box.container.path}/runs")
+    for number in range(1000, 1000 + count):
+        run_folder(box.container, f"run-20261129-120000-{number}").mkdir(parents=True)
     asked: list[Command] = []
     run = Shell.run
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 from conftest import Box, Cli
 from hypothesis import given
 from hypothesis import strategies as st
+from in_container import run_folder, stand_in_at
 from proxy import Proxy
 from stand_in import retry_until
 from test_runs import ended, facts
 
-from dflash_ops import cli_runs, deploy, logs, runs, source, train
+from dflash_ops import cli_runs, logs, runs, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import UsageFault
 from dflash_ops.remote import bundle, logfile
@@ -30,21 +30,13 @@ from dflash_ops.shell import Shell
 
 
 @pytest.fixture
-def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
-    folder = stand_in.make_release(tmp_path / "stand-in")
-    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
-    yield box.container
-    for run in train.list_runs(shell, box.container):
-        if run.state.live:
-            train.stop(shell, box.container, run.id, grace=0)
+def place(box: Box) -> Iterator[Container]:
+    with stand_in_at(box.container) as place:
+        yield place
 
 
 def begin(shell: Shell, container: Container, config: str = "", name: str = "a") -> runs.Run:
     return train.start(shell, container, StartRequest(name, config, "mine.toml", gpus=())).run
-
-
-def inside(shell: Shell, container: Container, *words: str) -> bytes:
-    return shell.run(container, Command(words), check=True).out
 
 
 def proxied(container: Container, proxy: Proxy, folder: Path) -> Path:
@@ -102,7 +94,7 @@ def test_links_cut_again_and_again_cost_no_byte(
     assert shown.endswith(kept) and len(shown) == train.status(shell, place, run.id).log_bytes
     found = [line for line in shown.splitlines(keepends=True) if re.match(rb"step \d*[05] ", line)]
     assert some.read_bytes() == b"".join(found)
-    assert b"log.0000" in inside(shell, place, "ls", f"{place.path}/runs/{run.id}")  # it was rotated
+    assert [*run_folder(place, run.id).glob("log.0000*")]  # it was rotated
 
 
 def test_a_restart_of_the_container_ends_with_the_verdict(place: Container, shell: Shell, tmp_path: Path) -> None:
@@ -118,7 +110,7 @@ def test_a_restart_of_the_container_ends_with_the_verdict(place: Container, shel
             shell.run(place.host, Command(("pct", "start", "200")), check=True)
         ended = following.result(60)
     assert ended.state is RunState.LOST and ended.exit_code == 100
-    assert bytes(got) == inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
+    assert got and bytes(got) == (run_folder(place, run.id) / "log").read_bytes()
 
 
 def test_a_reader_that_dies_at_the_end_has_not_said_all(box: Box) -> None:
@@ -148,7 +140,8 @@ def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> No
     followed = bytearray()
     train.logs(shell, place, run.id, on_out=followed.extend, follow=True, grep="step", tail=2)
     assert followed.endswith(b"step 15 \nstep 16 \n")
-    whole = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log")
+    folder = run_folder(place, run.id)
+    whole = (folder / "log").read_bytes()
 
     def shown(**choice: Any) -> bytes:
         got = bytearray()
@@ -161,7 +154,7 @@ def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> No
     assert shown(since=logs.parse_since("1h"), tail=17) == whole
     assert shown(since=logs.parse_since("2030-01-01T00:00:00Z")) == b""
     # A record a second at most: what was written in the second before comes with it.
-    times = inside(shell, place, "cat", f"{place.path}/runs/{run.id}/log.times").split(b"\n")
+    times = (folder / "log.times").read_bytes().split(b"\n")
     moment, offset = map(int, times[1].split())
     since = datetime.fromtimestamp((moment + 10) / 1000, UTC).isoformat()
     lines = [json.loads(line) for line in cli("train", "logs", "--json", "--since", since).stdout.splitlines()]
@@ -169,7 +162,7 @@ def test_words_that_choose_lines(place: Container, cli: Cli, shell: Shell) -> No
     assert 0 < offset < len(whole)
     with pytest.raises(UsageFault, match="regular expression"):
         logs.check_pattern("(")
-    inside(shell, place, "rm", f"{place.path}/runs/{run.id}/log.times")
+    (folder / "log.times").unlink()
     notes: list[str] = []
     assert shown(since=logs.parse_since("1s"), on_break=notes.append) == whole and "has no times" in notes[0]
 

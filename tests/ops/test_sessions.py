@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import stand_in
 from conftest import Box, Cli, write_inventory
+from in_container import folder_of, processes_of, stand_in_at
+from in_process import InProcess
 from stand_in import retry_until
 
-from dflash_ops import deploy, progress, render_runs, source, stops, train
+from dflash_ops import progress, render_runs, stops, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, NotFoundError, OpsError
 from dflash_ops.runs import RunProcess, StartRequest
@@ -40,16 +41,12 @@ def box(sandbox: SandboxState, tmp_path: Path) -> Box:
 
 
 @pytest.fixture
-def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
+def place(box: Box, shell: Shell) -> Iterator[Container]:
     """The container with the stand-in trainer, and a script for sessions; at the end its tmux server is gone."""
-    folder = stand_in.make_release(tmp_path / "stand-in")
-    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
-    inside(shell, box.container, "sh", "-c", f'printf %s "$1" > {box.container.path}/by_hand.py', "sh", BY_HAND)
-    yield box.container
-    shell.run(box.container, Command(("tmux", "-L", "default", "kill-server")))
-    for run in train.list_runs(shell, box.container):
-        if run.state.live:
-            train.stop(shell, box.container, run.id, grace=0)
+    with stand_in_at(box.container) as place:
+        (folder_of(place) / "by_hand.py").write_text(BY_HAND)
+        yield place
+        shell.run(place, Command(("tmux", "-L", "default", "kill-server")))
 
 
 def inside(shell: Shell, place: Container, *words: str) -> bytes:
@@ -58,18 +55,20 @@ def inside(shell: Shell, place: Container, *words: str) -> bytes:
 
 def begin(shell: Shell, place: Container, name: str, *words: str, env: str = "") -> None:
     """A session with a shell, into which the program is typed."""
+    before = by_hand(place)
     inside(shell, place, "tmux", "-L", "default", "new-session", "-d", "-s", name, "sh")
     line = f"{env} {place.python} {place.path}/by_hand.py {' '.join(words)}"
     inside(shell, place, "tmux", "-L", "default", "send-keys", "-t", f"={name}:", line, "Enter")
+    retry_until(lambda: by_hand(place) >= before + 3)  # with those that it forks; then it says so
     retry_until(
-        lambda: b"ready" in inside(shell, place, "tmux", "-L", "default", "capture-pane", "-p", "-t", f"={name}:")
+        lambda: b"ready" in inside(shell, place, "tmux", "-L", "default", "capture-pane", "-p", "-t", f"={name}:"),
+        every=0.2,
     )
 
 
-def by_hand(shell: Shell, place: Container) -> int:
+def by_hand(place: Container) -> int:
     """How many processes of the script live."""
-    text = inside(shell, place, "sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '").decode()
-    return text.count(f"{place.path}/by_hand.py")
+    return sum(f"{place.path}/by_hand.py".encode() in words for words in processes_of(place))
 
 
 def end_gpu_processes(shell: Shell, place: Container) -> None:
@@ -79,32 +78,32 @@ def end_gpu_processes(shell: Shell, place: Container) -> None:
             shell.run(place, Command(("kill", "-9", str(process.pid))))
         return not left
 
-    retry_until(none_left)
+    retry_until(none_left, every=0.2)
 
 
 def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container, cli: Cli, shell: Shell) -> None:
     begin(shell, place, "hand", "deaf")
     begin(shell, place, "hand-2")
     run = train.start(shell, place, StartRequest("a", "", "c.toml", gpus=(1,))).run
-    listed = json.loads(cli("train", "list", "--all", "--json").stdout)
+    listed = json.loads(InProcess(cli.inventory)("train", "list", "--all", "--json").stdout)
     assert [it["id"] for it in listed["runs"]] == [run.id]
     assert {it["name"]: len(it["processes"]) for it in listed["sessions"]} == {"hand": 4, "hand-2": 4}
-    before = by_hand(shell, place)
+    before = by_hand(place)
     done = cli("train", "stop", "--session", "hand", "--grace", "0.3", "--json")
     ended = json.loads(done.stdout)
     assert (done.returncode, ended["session"], ended["survivors"], ended["session_left"]) == (0, "hand", [], False)
     assert len(ended["ended"]) == 4 and len(ended["killed"]) == 3
     # Its three processes and no other's; the server, the other session and the run go on.
-    assert by_hand(shell, place) == before - 3
+    assert by_hand(place) == before - 3
     after = train.list_all(shell, place)
     assert [(it.name, len(it.processes)) for it in after.sessions] == [("hand-2", 4)]
     assert train.status(shell, place, run.id).state.live
-    missing = cli("train", "stop", "--session", "han")
+    missing = InProcess(cli.inventory)("train", "stop", "--session", "han")
     assert missing.returncode == 8 and b"tmux has: hand-2" in missing.stderr
     # Its processes hear SIGTERM: nothing has to be killed, and the prompt goes with the session.
     last = train.stop_session(shell, place, "hand-2", grace=20)
     assert (last.killed, len(last.ended)) == ((), 4)
-    assert by_hand(shell, place) == 0
+    assert by_hand(place) == 0
     with pytest.raises(NotFoundError, match="tmux has: none"):
         train.stop_session(shell, place, "hand-2")
 
@@ -112,14 +111,14 @@ def test_a_session_is_listed_and_ended_with_all_that_it_started(place: Container
 def test_a_run_that_somebody_began_in_a_session_is_spared(place: Container, shell: Shell) -> None:
     begin(shell, place, "hand", "deaf", env="DFLASH_RUN_ID=other-20261129-120000-abcd")
     done = train.stop_session(shell, place, "hand", grace=0.1)
-    assert (len(done.ended), done.session_left, by_hand(shell, place)) == (1, False, 3)
+    assert (len(done.ended), done.session_left, by_hand(place)) == (1, False, 3)
     # The sandbox gives such processes its GPUs. The first is charged with them; when it is dead, its heirs are shown.
     first = train.list_all(shell, place).gpu_processes
     inside(shell, place, "kill", "-9", *(str(it.pid) for it in first))
     heirs = train.list_all(shell, place).gpu_processes
     assert (len(first), len(heirs), {it.used_mib for it in heirs}) == (1, 2, {None})
     end_gpu_processes(shell, place)
-    assert by_hand(shell, place) == 0
+    assert by_hand(place) == 0
 
 
 def test_a_tmux_server_that_was_started_in_a_session_lives_on(place: Container, shell: Shell) -> None:
@@ -127,7 +126,7 @@ def test_a_tmux_server_that_was_started_in_a_session_lives_on(place: Container, 
     begin(shell, place, "hand")
     line = "tmux -L other new-session -d -s inner sleep 1000"
     inside(shell, place, "tmux", "-L", "default", "new-window", "-t", "=hand:", f"{line}; sleep 1000")
-    listed = retry_until(lambda: shell.run(place, Command(("tmux", "-L", "other", "ls"))).out)
+    listed = retry_until(lambda: shell.run(place, Command(("tmux", "-L", "other", "ls"))).out, every=0.2)
     try:
         train.stop_session(shell, place, "hand", grace=0.3)
         assert inside(shell, place, "tmux", "-L", "other", "ls") == listed
@@ -140,7 +139,7 @@ def test_a_gpu_process_of_no_run_is_shown_and_no_start_takes_its_gpu(place: Cont
     held = ("setsid", "env", "DFLASH_RUN_ID=x", "CUDA_VISIBLE_DEVICES=1", place.python, f"{place.path}/by_hand.py")
     words = f"{' '.join(held)} >/dev/null 2>&1 </dev/null &"
     inside(shell, place, "sh", "-c", words)
-    found = retry_until(lambda: train.list_all(shell, place).gpu_processes)
+    found = retry_until(lambda: train.list_all(shell, place).gpu_processes, every=0.2)
     assert {it.gpus for it in found} == {(1,)} and sum(it.used_mib or 0 for it in found) == 1542.0
     with pytest.raises(BusyError, match=r"GPU 1 is taken.*of no run uses 1542 MiB"):
         train.start(shell, place, StartRequest("a", "", "c.toml", gpus=(1,)))

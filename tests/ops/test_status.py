@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import stand_in
 from conftest import Box, Cli, write_inventory
+from in_container import end_runs, put_stand_in
+from in_process import InProcess
 from stand_in import retry_until
 
-from dflash_ops import deploy, gpu_join, gpus, source, train
+from dflash_ops import gpu_join, gpus, train
 from dflash_ops.command import Command
 from dflash_ops.inventory import load
 from dflash_ops.runs import StartRequest
@@ -40,21 +41,20 @@ def box(sandbox: SandboxState, tmp_path: Path) -> Box:
     return Box(write_inventory(tmp_path, sandbox.name, more=MORE), sandbox)
 
 
-def test_gpu_status_of_two_containers(box: Box, cli: Cli, shell: Shell, tmp_path: Path) -> None:
-    release = stand_in.make_release(tmp_path / "opt")
+def test_gpu_status_of_two_containers(box: Box, cli: Cli, shell: Shell) -> None:
     started = {}
     for name, gpu in (("trainer", 0), ("unprivileged", 1)):
         container = load(box.inventory).container(name)
-        deploy.deploy(shell, container, source.choose(release, None, here=release))
+        put_stand_in(container)
         run = train.start(shell, container, StartRequest(name, "", "c.toml", gpus=(gpu,))).run
         started[container.vmid] = (container, run.id)
     try:
 
         def both() -> list[dict[str, object]]:
-            found = json.loads(cli("gpu-status", "--json").stdout)["processes"]
+            found = json.loads(InProcess(cli.inventory)("gpu-status", "--json").stdout)["processes"]
             return found if len(found) == 2 else []
 
-        rows = sorted(retry_until(both), key=lambda row: str(row["vmid"]))
+        rows = sorted(retry_until(both, every=0.3), key=lambda row: str(row["vmid"]))
         assert [(row["vmid"], row["run_id"], row["kind"]) for row in rows] == [
             (200, started[200][1], "run"),
             (201, started[201][1], "run"),
@@ -66,9 +66,9 @@ def test_gpu_status_of_two_containers(box: Box, cli: Cli, shell: Shell, tmp_path
         assert started[200][1] in text and started[201][1] in text and "200: 0, 201: 0" in text
         assert "container 202 is stopped" in shown.stderr.decode()
     finally:
-        for container, run_id in started.values():
-            train.stop(shell, container, run_id, grace=0)
-    assert json.loads(cli("gpu-status", "--json").stdout)["processes"] == []
+        for container, _ in started.values():
+            end_runs(container)
+    assert json.loads(InProcess(cli.inventory)("gpu-status", "--json").stdout)["processes"] == []
 
 
 def test_a_host_without_the_driver_says_so(box: Box, shell: Shell) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import stand_in
 from conftest import Box, write_inventory
-from stand_in import retry_until
+from in_container import wait_for_log
 
 from dflash_ops import data, deploy, doctor, source, status, sudo, train
 from dflash_ops.command import Command, Container, Host, Local, Place, Result, Sudo, line, pct
@@ -182,14 +182,10 @@ def test_every_verb_as_a_user_who_is_not_root(
         data.put(shell, ours, [tmp_path / "a é"], "shared/")
         data.get(shell, ours, "shared/a é", tmp_path / "back")
         assert (tmp_path / "back").read_bytes() == (tmp_path / "a é").read_bytes()
+        wait_for_log(ours, started.run.id)
         heard = bytearray()
-
-        def stepped() -> bool:
-            heard.clear()
-            train.logs(shell, ours, started.run.id, on_out=heard.extend)
-            return b"step" in heard
-
-        retry_until(stepped)
+        train.logs(shell, ours, started.run.id, on_out=heard.extend)
+        assert b"step" in heard
         assert len(status.gpu_status(shell, ours.host, [ours], ours).gpus) == 2
         assert [check.name for check in doctor.doctor(shell, ours).checks if check.where == str(ours)]
     assert train.stop(shell, ours, "a", grace=20).run.state is RunState.STOPPED
