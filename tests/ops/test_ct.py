@@ -19,11 +19,12 @@ import pytest
 import stand_in
 from click.testing import Result
 from conftest import Cli
+from in_container import end_runs, put_stand_in
 from stand_in import retry_until
 from test_proxmox import by_api, by_ssh, changed_config, wrong
 from typer.testing import CliRunner
 
-from dflash_ops import cli_ct, containers, deploy, proxmox, snapshots, source, train
+from dflash_ops import cli_ct, containers, proxmox, snapshots, train
 from dflash_ops.cli import app as cli_app
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import (
@@ -187,14 +188,12 @@ def test_an_answer_that_was_lost(place: Container, inventory: Path, sandbox: San
 
 
 @pytest.fixture
-def run(running: Container, shell: Shell, tmp_path: Path) -> Iterator[Run]:
+def run(running: Container, shell: Shell) -> Iterator[Run]:
     """A run that goes on in it."""
-    folder = stand_in.make_release(tmp_path / "code")
-    deploy.deploy(shell, running, source.choose(folder, None, here=folder))
+    put_stand_in(running)
     yield train.start(shell, running, StartRequest("mine", "", "mine.toml", gpus=())).run
-    for it in train.list_runs(shell, running) if containers.status(shell, running).status == "running" else ():
-        if it.state.live:
-            train.stop(shell, running, it.id, grace=0)
+    if containers.status(shell, running).status == "running":
+        end_runs(running)
 
 
 @pytest.mark.parametrize("way", ["https"], indirect=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Box, Cli
+from in_container import current_release, folder_of, left_by_deploys
+from stand_in import retry_until
 
 from dflash_ops import deploy as verbs
 from dflash_ops import remembered, sending, staging
@@ -69,19 +72,10 @@ def void(_: object) -> None:
     pass
 
 
-def left(shell: Shell, container: Container) -> bytes:
-    """What a deploy must not leave, in the container and on its host."""
-    script = "find incoming -mindepth 1; find releases -mindepth 1 -maxdepth 1 -name '*.tmp-*'"
-    words = ("sh", "-c", f'cd "$1" && {{ {script}; }}', "sh", container.path)
-    found = shell.run(container, Command(words), check=True).out
-    script = f"find /var/tmp -name 'dflash-ops-stage-*'; pgrep -af '[p]ct push 200 .*{container.path}' || true"
-    return found + shell.run(container.host, Command(("sh", "-c", script)), check=True).out
-
-
 def whole(shell: Shell, container: Container, release: str) -> bool:
     """Whether that release is current, each of its files checked."""
     verbs.rollback(shell, container, release)
-    return [item.id for item in verbs.releases(shell, container).releases if item.current] == [release]
+    return current_release(container) == release
 
 
 @pytest.mark.parametrize(("vmid", "user"), [(200, "root"), (201, "root"), (200, "ops")])
@@ -108,7 +102,7 @@ def test_the_push_is_begun_before_the_container_is_asked(
     lines.clear()
     assert verbs.deploy(shell, container, source).sent == 0
     assert len(lines) == 1  # nothing was likely to be lacking
-    assert left(shell, container) == b""
+    assert left_by_deploys(container) == []
 
 
 def test_by_the_command_line(cli: Cli, shell: Shell, box: Box, source: Source, change) -> None:
@@ -118,7 +112,7 @@ def test_by_the_command_line(cli: Cli, shell: Shell, box: Box, source: Source, c
         said = [line.split()[0].decode() for line in done.stderr.splitlines()]
         assert done.returncode == 0 and said in (steps, [*steps[:-1], AGAIN, steps[-1]])
         change()
-    assert left(shell, box.container) == b""
+    assert left_by_deploys(box.container) == []
 
 
 def test_what_somebody_else_has_sent_already_needs_no_push(shell: Shell, box: Box, source: Source, change) -> None:
@@ -131,7 +125,7 @@ def test_what_somebody_else_has_sent_already_needs_no_push(shell: Shell, box: Bo
     way = Steps()
     done = verbs.deploy(shell, container, source, way=way)
     assert way.steps == ["reading", "staging", "asking", "unpacking"] and done.sent == 0
-    assert left(shell, container) == b"" and whole(shell, container, done.release)
+    assert left_by_deploys(container) == [] and whole(shell, container, done.release)
 
 
 @pytest.mark.parametrize("harm", ["all is gone", "incoming is gone", "more is lacking than one push ahead may carry"])
@@ -142,7 +136,7 @@ def test_a_container_that_is_not_as_we_left_it(
     verbs.deploy(shell, container, source)
     change()
     gone = "incoming" if "incoming" in harm else "releases" if "more" in harm else ""
-    shell.run(container, Command(("rm", "-r", f"{container.path}/{gone}")), check=True)
+    shutil.rmtree(folder_of(container) / gone)
     if "more" in harm:
         monkeypatch.setattr(sending, "_SMALL_BYTES", 10_000)
     way = Steps()
@@ -151,7 +145,7 @@ def test_a_container_that_is_not_as_we_left_it(
         assert way.steps == [*AHEAD[:3], *USUAL[2:]]
     else:  # pct may find the folder that is made meanwhile
         assert way.steps in (AHEAD, [*AHEAD[:-1], AGAIN, AHEAD[-1]])
-    assert left(shell, container) == b"" and whole(shell, container, done.release)
+    assert left_by_deploys(container) == [] and whole(shell, container, done.release)
 
 
 def test_what_another_took_for_a_leftover_is_sent_again(shell: Shell, box: Box, source: Source, change) -> None:
@@ -160,12 +154,15 @@ def test_what_another_took_for_a_leftover_is_sent_again(shell: Shell, box: Box, 
     change()
 
     def clear() -> None:
-        shell.run(container, Command(("sh", "-c", 'rm "$1"/incoming/*.part', "sh", container.path)), check=True)
+        parts = [*(folder_of(container) / "incoming").glob("*.part")]
+        assert parts
+        for part in parts:
+            part.unlink()
 
     way = Steps({"unpacking": clear})
     done = verbs.deploy(shell, container, source, way=way)
     assert way.steps == [*AHEAD, "1", *USUAL[2:]]
-    assert left(shell, container) == b"" and whole(shell, container, done.release)
+    assert left_by_deploys(container) == [] and whole(shell, container, done.release)
 
 
 @pytest.mark.parametrize(("fault", "heals"), [("cut 1000", True), ("flip 700", False)])
@@ -191,7 +188,7 @@ def test_a_push_that_goes_wrong_is_made_once_more(
     finally:
         heal()
     assert way.steps == [*AHEAD, "1", *USUAL[2:]]
-    assert left(shell, container) == b"" and whole(shell, container, first)
+    assert left_by_deploys(container) == [] and whole(shell, container, first)
 
 
 def test_whoever_has_the_deploys_lock_gets_pcts(shell: Shell, box: Box, source: Source, change) -> None:
@@ -218,7 +215,7 @@ def test_whoever_has_the_deploys_lock_gets_pcts(shell: Shell, box: Box, source: 
         thread.join(30)
     assert way.steps == [*AHEAD[:3], "waiting", *USUAL[2:]]
     assert ours[0].previous == theirs.release
-    assert left(shell, container) == b"" and whole(shell, container, ours[0].release)
+    assert left_by_deploys(container) == [] and whole(shell, container, ours[0].release)
 
 
 LATE = """#!/bin/sh
@@ -245,7 +242,7 @@ def test_a_pct_that_begins_to_read_when_all_has_been_written(shell: Shell, box: 
     finally:
         shell.run(box.host, Command(("rm", "-rf", f"{HOME}/.bashrc", "/root/late")), check=True)
     assert way.steps == AHEAD
-    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+    assert left_by_deploys(box.container) == [] and whole(shell, box.container, done.release)
 
 
 def test_a_push_that_nobody_lets_go_ends(shell: Shell, box: Box) -> None:
@@ -268,13 +265,11 @@ def test_an_upload_that_takes_longer_than_the_push_waits(
     verbs.deploy(shell, box.container, source)
     change()
     monkeypatch.setattr(staging, "_WORD_SECONDS", 0.1)
-    arrived = 'until ls "$1"/incoming/*.part; do sleep 0.02; done >/dev/null 2>&1'
-    pushed = Command(("timeout", "20", "sh", "-c", arrived, "sh", box.container.path))
     lock = Command(("flock", "-w", "20", "/run/lock/lxc/pve-config-200.lock", "true"))
     shown: list[int] = []
 
     def wait() -> None:
-        shell.run(box.container, pushed, check=True)
+        retry_until(lambda: [*(folder_of(box.container) / "incoming").glob("*.part")])
         shell.run(box.host, lock, check=True)
 
     class Way(Steps):
@@ -285,7 +280,7 @@ def test_an_upload_that_takes_longer_than_the_push_waits(
     way = Way({"sending": wait})
     done = verbs.deploy(shell, box.container, source, way=way)
     assert way.steps == [*AHEAD[:-1], AGAIN, AHEAD[-1]] and sum(shown) > done.sent // 2 > 0
-    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+    assert left_by_deploys(box.container) == [] and whole(shell, box.container, done.release)
 
 
 def test_a_folder_that_goes_before_the_upload(shell: Shell, box: Box, source: Source, change) -> None:
@@ -295,7 +290,7 @@ def test_a_folder_that_goes_before_the_upload(shell: Shell, box: Box, source: So
     way = Steps({"sending": lambda: shell.run(box.host, remove, check=True)})
     done = verbs.deploy(shell, box.container, source, way=way)
     assert way.steps == [*AHEAD[:4], *USUAL[2:]]
-    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+    assert left_by_deploys(box.container) == [] and whole(shell, box.container, done.release)
 
 
 def test_a_container_that_stops_before_the_upload(
@@ -345,7 +340,7 @@ def test_a_deploy_that_is_refused_early_leaves_nothing(
     assert way.steps[:2] == AHEAD[:2]
     script = "while pgrep -f '[d]flash-ops-stage' >/dev/null; do sleep 0.02; done"  # nobody waits for these
     shell.run(box.host, Command(("timeout", "20", "sh", "-c", script)), check=True)
-    assert left(shell, box.container) == b""
+    assert left_by_deploys(box.container) == []
 
 
 def test_what_is_remembered(box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -428,7 +423,7 @@ def test_a_file_that_was_only_touched_needs_no_push(shell: Shell, box: Box, sour
         way = Steps()
         done = verbs.deploy(shell, box.container, source, way=way)
         assert way.steps == steps and done.sent == 0
-    assert left(shell, box.container) == b"" and whole(shell, box.container, done.release)
+    assert left_by_deploys(box.container) == [] and whole(shell, box.container, done.release)
 
 
 def test_a_new_file_begins_a_push_once_it_is_read(shell: Shell, box: Box, source: Source) -> None:

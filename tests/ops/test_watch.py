@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 from conftest import Box, Cli
 from hypothesis import given
 from hypothesis import strategies as st
+from in_container import run_folder, stand_in_at
 from proxy import Proxy
 from stand_in import retry_until
 from test_keeping import Terminal, in_process
@@ -24,9 +24,9 @@ from test_logs import proxied
 from test_runs import facts
 from typer.testing import CliRunner
 
-from dflash_ops import deploy, plot, runs, source, train, watch_page, watching
+from dflash_ops import plot, runs, train, watch_page, watching
 from dflash_ops.cli import app
-from dflash_ops.command import Command, Container
+from dflash_ops.command import Container
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import curves
 from dflash_ops.runs import RunState, StartRequest
@@ -216,13 +216,9 @@ def test_without_plotext_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def place(box: Box, shell: Shell, tmp_path: Path) -> Iterator[Container]:
-    folder = stand_in.make_release(tmp_path / "stand-in")
-    deploy.deploy(shell, box.container, source.choose(folder, None, here=folder))
-    yield box.container
-    for run in train.list_runs(shell, box.container):
-        if run.state.live:
-            train.stop(shell, box.container, run.id, grace=0)
+def place(box: Box) -> Iterator[Container]:
+    with stand_in_at(box.container) as place:
+        yield place
 
 
 @pytest.fixture
@@ -230,9 +226,10 @@ def run(place: Container, shell: Shell) -> runs.Run:
     """A run with metrics of 300 steps, as the real trainer's."""
     run = train.start(shell, place, StartRequest("a", "pause = 0.1", "mine.toml", gpus=())).run
     lines = "\n".join(record(step, **({"heldout_loss": 4.0} if step % 100 == 0 else {})) for step in range(1, 301))
-    script = 'cat > "$1"/metrics.jsonl; mkdir "$1"/events; echo e > "$1"/events/tf'
-    words = ("sh", "-c", script, "sh", f"{place.path}/runs/{run.id}")
-    assert shell.run(place, Command(words, stdin=f"{lines}\n".encode())).code == 0
+    folder = run_folder(place, run.id)
+    (folder / "metrics.jsonl").write_text(f"{lines}\n")
+    (folder / "events").mkdir()
+    (folder / "events" / "tf").write_text("e\n")
     return run
 
 
