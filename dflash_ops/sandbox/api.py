@@ -7,6 +7,7 @@ As in PVE the order is: is there such a call (501), may this user make it (403),
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dflash_ops.sandbox import faults, guests, layout
@@ -147,7 +148,7 @@ def answer(
         raise _refused(errors)
     options = {name: schema[name].read(value) for name, value in given.items() if name not in words}
     request = Request(user, request.rights, node, int(words.get("vmid", "0")), words, options)
-    if request.vmid and not (layout.configs(node) / f"{request.vmid}.conf").exists():
+    if request.vmid and not Path(layout.config_file(request.vmid, node)).exists():
         raise ApiError(500, guests.missing(node, request.vmid))
     try:
         return call.function(request)

@@ -36,9 +36,9 @@ _TLS_HANDSHAKE = 0x16  # the first byte of one
 def prepare() -> dict[str, Any]:
     """Make the certificates and the users; what a client needs of them: {"ca": PEM, "tokens": {name: secret}}."""
     authority = certificates.make_authority("sandbox")
-    layout.CA.write_bytes(authority.pem)
+    Path(layout.CA).write_bytes(authority.pem)
     for node in layout.NODES:
-        _keep(layout.configs(node).parent, *certificates.make_node(authority, node))
+        _keep(Path(layout.configs(node)).parent, *certificates.make_node(authority, node))
     return {"ca": authority.pem.decode(), "tokens": _make_users()}
 
 
@@ -111,9 +111,9 @@ class Server(ThreadingTCPServer):
 
     def _context(self) -> ssl.SSLContext:
         kind = faults.read().certificate
-        folder = layout.CONFIGS.parent
+        folder = Path(layout.CONFIGS).parent
         if kind != "own":
-            folder = layout.SUPPORT / kind
+            folder = Path(layout.SUPPORT, kind)
             if not folder.exists():
                 folder.mkdir(mode=0o700)
                 _keep(folder, *certificates.make_node(certificates.make_authority("somebody else"), layout.NODE))

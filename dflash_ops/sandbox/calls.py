@@ -1,6 +1,7 @@
 """The calls that the look-alike's API has, each with what it needs; a row of CALLS is one. Runs in the hypervisor."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from dflash_ops.sandbox import containers, faults, guests, layout, tasks
@@ -183,7 +184,7 @@ def _task(request: Request) -> Task:
         raise ApiError(400, "Parameter verification failed.", {"upid": "unable to parse worker upid"})
     if task.user != request.user and task.user.partition("!")[0] != request.user:
         request.need(f"/nodes/{request.node}", "Sys.Audit")
-    if not task.log.exists():
+    if not Path(task.log).exists():
         raise ApiError(400, "Parameter verification failed.", {"upid": "no such task"})
     return task
 
@@ -221,7 +222,7 @@ def _tasks(request: Request) -> Any:
             continue
         row = task.facts()
         if not task.running:
-            row |= {"status": task.verdict, "endtime": int(task.log.stat().st_mtime)}
+            row |= {"status": task.verdict, "endtime": int(Path(task.log).stat().st_mtime)}
         if not (options.get("errors") and row.get("status", "OK") == "OK"):
             rows.append(row)
     return Page(rows, options.get("start", 0), options.get("limit", 50))

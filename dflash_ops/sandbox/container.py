@@ -33,7 +33,7 @@ def stop(vmid: int) -> None:
     identity = containers.init_of(vmid)
     if identity is not None and not identity.kill():
         raise StartError(f"container {vmid} does not end")
-    (layout.RUNNING / f"{vmid}.init").unlink(missing_ok=True)
+    Path(layout.RUNNING, f"{vmid}.init").unlink(missing_ok=True)
 
 
 def shutdown(vmid: int, seconds: float) -> bool:
@@ -73,10 +73,11 @@ def _follow_setup(vmid: int, setup: int, channel: socket.socket) -> None:
                 channel.send(b"mapped")
             case "init":
                 identity = ProcessId.of(int(rest))
-                layout.RUNNING.mkdir(parents=True, exist_ok=True)
-                draft = layout.RUNNING / f"{vmid}.new"
+                running = Path(layout.RUNNING)
+                running.mkdir(parents=True, exist_ok=True)
+                draft = running / f"{vmid}.new"
                 draft.write_text(str(identity))
-                draft.rename(layout.RUNNING / f"{vmid}.init")
+                draft.rename(running / f"{vmid}.init")
                 channel.send(b"noted")
             case "ready":
                 return
@@ -92,7 +93,7 @@ def _setup(vmid: int, hostname: str, owner: int, channel: socket.socket) -> NoRe
         cgroups.enter(cgroups.container_group(vmid))
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-        root = layout.ROOTS / str(vmid) / "rootfs"
+        root = Path(layout.container_root(vmid))
         _put_together(vmid, root, owner)
         if owner:
             driver.hide()
@@ -126,36 +127,37 @@ def _let_go_of_files(channel: socket.socket) -> None:
 
 def _put_together(vmid: int, root: Path, owner: int) -> None:
     """Mount the container's root: its own disk is there already, the rest comes over it."""
-    settings = Settings.from_json(layout.SETTINGS.read_text())
+    settings = Settings.from_json(Path(layout.SETTINGS).read_text())
     rootfs.show_machine(root, settings.binds, owner)
     rootfs.make_devices(root, owner)
     for device in sorted(Path("/dev").glob("nvidia*")):
         rootfs.bind_at(root, str(device), owner, read_only=False)
     layers: dict[str, rootfs.Layer] = {}
     rootfs.take_away(root, settings.without.get(str(vmid), []), layers)
-    if (layout.SUPPORT / "nvidia-smi").exists():
-        layers.setdefault(layout.NVIDIA_SMI_FOLDER, rootfs.Layer()).add["nvidia-smi"] = layout.SUPPORT / "nvidia-smi"
-    if layout.GPU_SOCKET.exists():
-        rootfs.bind_at(root, "/dev/nvidia-sandbox", owner, str(layout.GPU_SOCKET), read_only=False)
+    support = Path(layout.SUPPORT)
+    if (support / "nvidia-smi").exists():
+        layers.setdefault(layout.NVIDIA_SMI_FOLDER, rootfs.Layer()).add["nvidia-smi"] = support / "nvidia-smi"
+    if Path(layout.GPU_SOCKET).exists():
+        rootfs.bind_at(root, "/dev/nvidia-sandbox", owner, layout.GPU_SOCKET, read_only=False)
         for stdlib in {settings.stdlib, *map(str, Path("/usr/lib").glob("python3.[0-9]*"))}:
-            layers.setdefault(stdlib, rootfs.Layer()).add["sitecustomize.py"] = layout.SUPPORT / "sitecustomize.py"
-    scratch = layout.SUPPORT / "layers" / str(vmid)
+            layers.setdefault(stdlib, rootfs.Layer()).add["sitecustomize.py"] = support / "sitecustomize.py"
+    scratch = support / "layers" / str(vmid)
     shutil.rmtree(scratch, ignore_errors=True)
     rootfs.apply_layers(root, layers, scratch)
-    if layout.MODELS.is_dir():
-        rootfs.bind_at(root, f"{layout.CONTAINER_PATH}/shared/models", owner, str(layout.MODELS))
+    if Path(layout.MODELS).is_dir():
+        rootfs.bind_at(root, f"{layout.CONTAINER_PATH}/shared/models", owner, layout.MODELS)
 
 
 def _init(root: Path, hostname: str, channel: socket.socket) -> NoReturn:
     """Process 1 of the container."""
     kernel.set_hostname(hostname)
     rootfs.mount_kernel_views(root)
-    driver.show(layout.DRIVER, root)
+    driver.show(Path(layout.DRIVER), root)
     uptime = _virtual_uptime(root)
     for name in ("sys", "sysrq-trigger"):
         with contextlib.suppress(FileNotFoundError):
             kernel.bind(str(root / "proc" / name), str(root / "proc" / name), recursive=False)
-    cgroups.mount_own(root)
+    cgroups.mount_own(str(root))
     kernel.change_root(str(root))
     kernel.set_process_name("init")
     # What Python installed for itself; from inside, a signal that process 1 leaves at its default does nothing to it.

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dflash_ops.sandbox import cgroups, hypervisor, kernel, layout, remains, server, state
-from dflash_ops.sandbox.processes import ProcessId, Watch, boot_id
+from dflash_ops.sandbox import cgroups, hypervisor, kernel, remains, server, state
+from dflash_ops.sandbox.processes import ProcessId, boot_id
 from dflash_ops.sandbox.settings import Settings
+from dflash_ops.sandbox.templates import CONTAINERS
 
 OWNER_POLL_SECONDS = 0.5  # only where the kernel has no pidfd
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -36,7 +37,7 @@ def main(lock: int) -> NoReturn:
     remains.note_processes(folder, me)
     os.close(lock)  # from here on, whoever comes next knows whom to end
     group = cgroups.place_for(settings.name)
-    (folder / remains.CGROUP).write_text(str(group or ""))  # before there is one: we may be killed between
+    (folder / remains.CGROUP).write_text(group or "")  # before there is one: we may be killed between
     group = cgroups.create(group)
     keys = server.make_keys(folder)
     host_key = server.load(keys.host_key)  # now: the folder does not show in the hypervisor
@@ -99,7 +100,7 @@ def _write_state(settings: Settings, keys: "server.Keys", init: int, facts: dict
             "unprivileged": template.unprivileged,
             "status": "running" if template.running else "stopped",
         }
-        for template in layout.CONTAINERS
+        for template in CONTAINERS
     }
     state.write(
         state.SandboxState(
@@ -123,6 +124,27 @@ def _write_state(settings: Settings, keys: "server.Keys", init: int, facts: dict
             api_tokens=tokens,
         )
     )
+
+
+class Watch:
+    """Says whether a process has ended, for use in a `select.poll` loop where the kernel has pidfds.
+
+    `descriptor` is None where it has none (some user-space kernels): then ask `ended` now and then.
+    """
+
+    def __init__(self, identity: ProcessId) -> None:
+        self.identity = identity
+        self.descriptor: int | None
+        try:
+            self.descriptor = os.pidfd_open(identity.pid)
+        except OSError:
+            self.descriptor = None
+
+    @property
+    def ended(self) -> bool:
+        if self.descriptor is not None and select.select([self.descriptor], [], [], 0)[0]:
+            return True
+        return not self.identity.alive
 
 
 def _wait(init: int, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 import re
 import urllib.parse
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dflash_ops.sandbox import layout
 
@@ -21,7 +22,7 @@ class Config:
         """FileNotFoundError when the container has no config on that node."""
         config = current = cls([])
         lines = current.lines
-        for line in (layout.configs(node) / f"{vmid}.conf").read_text(errors="replace").split("\n"):
+        for line in Path(layout.config_file(vmid, node)).read_text(errors="replace").split("\n"):
             if found := re.fullmatch(r"\[([\w-]+)\]", line.strip()):
                 lines = config.sections[found[1]] = []
             elif line.strip():
@@ -32,7 +33,7 @@ class Config:
         text = "".join(f"{line}\n" for line in self.lines)
         for name, lines in self.sections.items():
             text += f"\n[{name}]\n" + "".join(f"{line}\n" for line in lines)
-        file = layout.configs(node) / f"{vmid}.conf"
+        file = Path(layout.config_file(vmid, node))
         draft = file.with_suffix(".tmp")
         draft.touch(layout.CONFIG_MODE)
         draft.write_text(text)

@@ -28,7 +28,7 @@ _NUMBERS = {
 
 def node_of(vmid: int) -> str | None:
     """The node that has the container."""
-    found = [node for node in layout.NODES if (layout.configs(node) / f"{vmid}.conf").exists()]
+    found = [node for node in layout.NODES if Path(layout.config_file(vmid, node)).exists()]
     return found[0] if found else None
 
 
@@ -77,7 +77,7 @@ def config(vmid: int, node: str, snapshot: str | None = None) -> dict[str, Any]:
             facts[key] = int(value) if key in _NUMBERS and value.isdigit() else value
     if text := read.description(snapshot):
         facts["description"] = text
-    facts["digest"] = hashlib.sha1((layout.configs(node) / f"{vmid}.conf").read_bytes()).hexdigest()
+    facts["digest"] = hashlib.sha1(Path(layout.config_file(vmid, node)).read_bytes()).hexdigest()
     return facts
 
 
@@ -133,7 +133,7 @@ def node_status() -> dict[str, Any]:
 def fingerprint(node: str) -> str:
     """SHA-256 of the certificate that a node says is its own."""
     try:
-        text = (layout.configs(node).parent / "pve-ssl.pem").read_text()
+        text = (Path(layout.configs(node)).parent / "pve-ssl.pem").read_text()
     except FileNotFoundError:
         return ""
     body = "".join(line for line in text.split("\n") if not line.startswith("-----"))
@@ -147,13 +147,13 @@ def _size(rootfs: str) -> int:
 
 
 def _used(vmid: int) -> int:
-    disk = os.statvfs(layout.ROOTS / str(vmid) / "rootfs")
+    disk = os.statvfs(layout.container_root(vmid))
     return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
 
 def _charged(vmid: int) -> int:
     try:
-        return int((cgroups.container_group(vmid) / "memory.current").read_text())
+        return int(Path(cgroups.container_group(vmid), "memory.current").read_text())
     except (OSError, ValueError):
         return 0
 

@@ -20,12 +20,13 @@ from typing import Any, NoReturn
 
 from dflash_ops.sandbox import api_server, cgroups, container, driver, gpud, kernel, layout, rootfs
 from dflash_ops.sandbox.settings import Settings
+from dflash_ops.sandbox.templates import CONTAINERS
 
 _PACKAGE = Path(__file__).parent
 _HYPERVISOR_MODULES = (
     "api", "attach", "calls", "cgroups", "container", "containers", "driver", "faults", "guest_config", "guests",
     "jobs", "kernel", "layout", "nvidia", "pct", "pct_snapshots", "perl", "processes", "pvesh", "pveum", "rights",
-    "rootfs", "settings", "snapshots", "sudo", "tasks", "transfer", "users",
+    "rootfs", "settings", "snapshots", "sudo", "tasks", "terminal", "transfer", "users",
 )  # fmt: skip
 _LAUNCHER = """#!{python} -IS
 import sys
@@ -35,7 +36,7 @@ main()
 """
 
 
-def run(settings: Settings, group: Path | None, server: Callable[[int], NoReturn], ready: int) -> NoReturn:
+def run(settings: Settings, group: str | None, server: Callable[[int], NoReturn], ready: int) -> NoReturn:
     """Be the hypervisor's init. `ready`: a pipe that gets one line of JSON, {"error": …} or {"port": …, "nodes": {node:
     port of its SSH server}, "api": what api_server.serve tells}.
 
@@ -48,7 +49,7 @@ def run(settings: Settings, group: Path | None, server: Callable[[int], NoReturn
         os.dup2(null, 1)  # whoever called `up` waits for the end of the guard's stdout
         _build(settings, group)
         essential, pipes = _start_services(settings, server)
-        for template in layout.CONTAINERS:
+        for template in CONTAINERS:
             if template.running:
                 container.start(template.vmid)
         os.write(ready, json.dumps(_facts(pipes)).encode())
@@ -83,7 +84,7 @@ def _start_services(settings: Settings, server: Callable[[int], NoReturn]) -> tu
         pipes[name] = reader
     if settings.fake_gpus:
         names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
-        listener = gpud.listen(layout.GPU_SOCKET)
+        listener = gpud.listen(Path(layout.GPU_SOCKET))
         pids["gpud"] = _fork("gpud", lambda: gpud.serve(listener, gpud.make_devices(settings.name, names)))
     return pids, pipes
 
@@ -120,7 +121,7 @@ def _facts(pipes: dict[str, int]) -> dict[str, Any]:
     return {"port": ports[layout.NODES[0]], "nodes": ports, "api": json.loads(said["pveproxy"])}
 
 
-def _build(settings: Settings, group: Path | None) -> None:
+def _build(settings: Settings, group: str | None) -> None:
     """Put the hypervisor's root together and move into it."""
     if group is not None:
         cgroups.enter(group)
@@ -136,9 +137,9 @@ def _build(settings: Settings, group: Path | None) -> None:
     _name_libraries(root, settings.libraries)
     rootfs.mount_kernel_views(root)
     if group is not None:
-        cgroups.mount_own(root)
+        cgroups.mount_own(str(root))
     _install_support(root, settings)
-    driver.show(root / str(layout.DRIVER).lstrip("/"), root)
+    driver.show(root / layout.DRIVER.lstrip("/"), root)
     kernel.change_root(str(root))
     _make_containers(settings)
 
@@ -173,7 +174,7 @@ def _name_libraries(root: Path, folders: list[str]) -> None:
 def _install_support(root: Path, settings: Settings) -> None:
     """The hypervisor's programs, and the part of this package that they import: a copy, since they start often and
     find their byte code beside it."""
-    support = root / str(layout.SUPPORT).lstrip("/")
+    support = root / layout.SUPPORT.lstrip("/")
     package = support / "python/dflash_ops/sandbox"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -201,7 +202,7 @@ def _install_support(root: Path, settings: Settings) -> None:
         del programs["lxc-attach"]
     if settings.fake_gpus:
         names = [f"nvidia{index}" for index in range(settings.fake_gpus)]
-        driver.write(support / layout.DRIVER.name, [gpud.uuid_of(settings.name, name) for name in names])
+        driver.write(root / layout.DRIVER.lstrip("/"), [gpud.uuid_of(settings.name, name) for name in names])
     (support / "task-worker").write_text(_launcher(settings, "jobs"))
     (support / "task-worker").chmod(0o755)
     layers: dict[str, rootfs.Layer] = {}
@@ -213,7 +214,7 @@ def _install_support(root: Path, settings: Settings) -> None:
     rootfs.take_away(root, settings.without.get("host", []), layers)
     rootfs.apply_layers(root, layers, support / "layers/host")
     if settings.models is not None and Path(settings.models).is_dir():
-        rootfs.bind_at(root, str(layout.MODELS), 0, settings.models)
+        rootfs.bind_at(root, layout.MODELS, 0, settings.models)
 
 
 def _launcher(settings: Settings, module: str) -> str:
@@ -223,16 +224,16 @@ def _launcher(settings: Settings, module: str) -> str:
 def _make_containers(settings: Settings) -> None:
     """Configs and disks, made from within: what a container gets of /etc is what the hypervisor got."""
     for node in layout.NODES:
-        layout.configs(node).mkdir(parents=True)
+        Path(layout.configs(node)).mkdir(parents=True)
     Path("/etc/pve/lxc").symlink_to(f"nodes/{layout.NODE}/lxc")
     Path("/etc/pve/local").symlink_to(f"nodes/{layout.NODE}")
     nodes = sorted(Path("/dev").glob("nvidia*"), key=lambda path: (path.name.startswith("nvidia-"), path.name))
     devices = [str(path) for path in nodes if path.is_char_device()]
-    for template in layout.CONTAINERS:
-        config = layout.CONFIGS / f"{template.vmid}.conf"
+    for template in CONTAINERS:
+        config = Path(layout.config_file(template.vmid, layout.NODE))
         config.touch(layout.CONFIG_MODE)
         config.write_text(template.config(devices))
-        disk = layout.ROOTS / str(template.vmid) / "rootfs"
+        disk = Path(layout.container_root(template.vmid))
         _mount_disk(disk, settings.disks.get(str(template.vmid)))
         os.chown(disk, template.owner, template.owner)
         rootfs.populate(disk, template.hostname, template.owner)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dflash_ops.sandbox import container, containers, faults, kernel, layout, snapshots
 from dflash_ops.sandbox.guest_config import Config
-from dflash_ops.sandbox.perl import Failure, locked
+from dflash_ops.sandbox.perl import ConfigLock, Failure
 from dflash_ops.sandbox.processes import ProcessId
 from dflash_ops.sandbox.tasks import Task, say
 
@@ -58,7 +58,7 @@ def _move_to(node: str, order: str) -> NoReturn:
 
 def start(vmid: int) -> None:
     """Start it, as `pct start` does."""
-    with locked(vmid):
+    with ConfigLock(vmid):
         config = Config.read(vmid)
         if lock := config.value("lock"):
             raise Failure(f"CT is locked ({lock})")
@@ -74,14 +74,14 @@ def start(vmid: int) -> None:
 
 def stop(vmid: int) -> None:
     """Kill it."""
-    with locked(vmid):
+    with ConfigLock(vmid):
         _unlocked(vmid)
         container.stop(vmid)
 
 
 def shutdown(vmid: int, timeout: float = 60, force: bool = False) -> None:
     """Ask it to end, and kill it after `timeout` seconds when `force`."""
-    with locked(vmid):
+    with ConfigLock(vmid):
         _unlocked(vmid)
         if not container.shutdown(vmid, timeout):
             if not force:
@@ -96,13 +96,13 @@ def reboot(vmid: int, timeout: float = 60) -> None:
 
 
 def snapshot(vmid: int, snapname: str, description: str = "") -> None:
-    with locked(vmid):
+    with ConfigLock(vmid):
         snapshots.create(vmid, snapname, description)
 
 
 def rollback(vmid: int, snapname: str, restart: bool = False) -> None:
     """Go back to a snapshot. A running container is killed for it, and started again only when asked to."""
-    with locked(vmid):
+    with ConfigLock(vmid):
         _unlocked(vmid)
         if snapname not in Config.read(vmid).sections:
             raise Failure(f"snapshot '{snapname}' does not exist")
@@ -113,7 +113,7 @@ def rollback(vmid: int, snapname: str, restart: bool = False) -> None:
 
 
 def delsnapshot(vmid: int, snapname: str) -> None:
-    with locked(vmid):
+    with ConfigLock(vmid):
         snapshots.delete(vmid, snapname)
 
 
@@ -125,10 +125,10 @@ def migrate(vmid: int, target: str, restart: bool = False) -> None:
     say(f"starting migration of CT {vmid} to node '{target}' (127.0.0.1)")
     if was_running:
         shutdown(vmid, 60, force=True)
-    with locked(vmid):
+    with ConfigLock(vmid):
         _unlocked(vmid)
-        layout.configs(target).mkdir(parents=True, exist_ok=True)
-        (layout.CONFIGS / f"{vmid}.conf").rename(layout.configs(target) / f"{vmid}.conf")
+        Path(layout.configs(target)).mkdir(parents=True, exist_ok=True)
+        Path(layout.config_file(vmid, layout.NODE)).rename(layout.config_file(vmid, target))
     if was_running:
         say(f"start container on target node '{target}'")
         child = os.fork()
@@ -145,7 +145,7 @@ def _start_there(vmid: int, node: str) -> NoReturn:
     me = ProcessId.of(os.getpid())
     assert me is not None
     task = Task(node, me.pid, me.start, int(time.time()), "vzstart", str(vmid), "root@pam")
-    task.log.parent.mkdir(parents=True, exist_ok=True)
+    task.make_log_folder()
     _move_to(node, json.dumps({"upid": task.upid, "job": "start", "vmid": vmid, "options": {}}))
 
 

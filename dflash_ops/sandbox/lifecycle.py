@@ -19,6 +19,7 @@ from dflash_ops.sandbox import layout, remains, state
 from dflash_ops.sandbox.processes import ProcessId
 from dflash_ops.sandbox.settings import Settings
 from dflash_ops.sandbox.state import SandboxState
+from dflash_ops.sandbox.templates import CONTAINERS
 
 FAKE_GPUS = 2
 # Those that a root of its own makes itself: a bind of them would hide ours.
@@ -94,7 +95,7 @@ def status(name: str = "default") -> SandboxState:
     containers = dict(found.containers)
     hypervisor_root = Path(f"/proc/{found.init_pid}/root")
     for vmid, entry in found.containers.items():
-        markers = [hypervisor_root / str(layout.running(node) / f"{vmid}.init").lstrip("/") for node in layout.NODES]
+        markers = [hypervisor_root / f"{layout.running(node)}/{vmid}.init".lstrip("/") for node in layout.NODES]
         running = any(_lives(hypervisor_root, marker) for marker in markers)
         containers[vmid] = {**entry, "status": "running" if running else "stopped"}
     return replace(found, containers=containers)
@@ -153,7 +154,7 @@ def _owner(pid: int | None) -> tuple[int, int] | None:
 
 
 def _by_place(options: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    places = {"host", *(str(template.vmid) for template in layout.CONTAINERS)}
+    places = {"host", *(str(template.vmid) for template in CONTAINERS)}
     for place in map(str, options):
         if place not in places:
             raise UsageFault("no such place in the sandbox", where=place, why=f"there are {', '.join(sorted(places))}")

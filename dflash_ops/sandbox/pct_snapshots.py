@@ -79,7 +79,6 @@ def _ask(call: "Call", method: str, path: str, given: dict[str, str]) -> int:
 
 
 def _answer(call: "Call", method: str, path: str, given: dict[str, str]) -> Any:
-    # Only here: it costs every other call its loading.
     from dflash_ops.sandbox import api, layout
     from dflash_ops.sandbox.calls import CALLS
     from dflash_ops.sandbox.rights import ROOT
@@ -92,3 +91,13 @@ def _answer(call: "Call", method: str, path: str, given: dict[str, str]) -> Any:
             raise Failure(error.message) from error
         say(f"400 {error.message}")
         raise Failure("\n".join(f"{name}: {why}" for name, why in error.errors.items())) from error
+
+
+VERBS = {
+    "delsnapshot": delete,
+    "listsnapshot": show,
+    "migrate": migrate,
+    "rollback": rollback,
+    "snapshot": create,
+    "unlock": unlock,
+}

@@ -1,16 +1,13 @@
 """What every pct call owes to perl and to PVE's libraries: lost bytes, odd exit codes, the config lock, its time."""
 
-import contextlib
-import fcntl
 import os
-import re
-import signal
 import time
-from collections.abc import Generator
-from pathlib import Path
-from typing import NoReturn
 
 from dflash_ops.sandbox import layout
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 LOCK_SECONDS = 10.0
 _BEGAN = time.monotonic()
@@ -27,8 +24,8 @@ class Failure(Exception):
 def through_perl(words: list[bytes], environment: dict[bytes, bytes]) -> list[bytes]:
     """What arrives of the words: perl decodes them by the locale and encodes them again."""
     locale = next((environment[name] for name in (b"LC_ALL", b"LC_CTYPE", b"LANG") if environment.get(name)), b"C")
-    utf8 = re.search(rb"utf-?8", locale, re.IGNORECASE) is not None
-    return [_decode_utf8(word) if utf8 else re.sub(rb"[\x80-\xff]", "\ufffd".encode(), word) for word in words]
+    utf8 = b"utf8" in locale.lower() or b"utf-8" in locale.lower()
+    return [_decode_utf8(word) if utf8 else word.decode("ascii", "replace").encode() for word in words]
 
 
 def _decode_utf8(word: bytes) -> bytes:
@@ -49,46 +46,58 @@ def _decode_utf8(word: bytes) -> bytes:
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(OSError):
+    try:
         os.write(2, (text + "\n").encode("utf-8", "surrogateescape"))
+    except OSError:
+        pass
 
 
 def take_time() -> None:
     """A real call costs 0.6 s whatever it does; `up --pct-delay` says how long ours takes at least."""
-    with contextlib.suppress(OSError, ValueError):
-        rest = float(layout.PCT_DELAY.read_text()) - (time.monotonic() - _BEGAN)
-        if rest > 0:
-            time.sleep(rest)
-
-
-@contextlib.contextmanager
-def locked(vmid: int) -> Generator[None]:
-    """The container's config lock: waits ten seconds at most, and says so on stderr."""
-    layout.LOCKS.mkdir(parents=True, exist_ok=True)
-    path = layout.LOCKS / f"pve-config-{vmid}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        with open(layout.PCT_DELAY) as file:
+            rest = float(file.read()) - (time.monotonic() - _BEGAN)
+    except (OSError, ValueError):
+        return
+    if rest > 0:
+        time.sleep(rest)
+
+
+class ConfigLock:
+    """The container's config lock: waits ten seconds at most, and says so on stderr."""
+
+    def __init__(self, vmid: int) -> None:
+        self._path = f"{layout.LOCKS}/pve-config-{vmid}.lock"
+
+    def __enter__(self) -> None:
+        import fcntl  # only here and below: most calls lock nothing
+
+        os.makedirs(layout.LOCKS, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.write(2, b"trying to acquire lock...")
-            _wait_for_lock(descriptor, path)
+            self._wait()
             os.write(2, b" OK\n")
-        yield
-    finally:
-        os.close(descriptor)
 
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
 
-def _wait_for_lock(descriptor: int, path: Path) -> None:
-    def expired(*_: object) -> NoReturn:
-        raise TimeoutError
+    def _wait(self) -> None:
+        import fcntl
+        import signal
 
-    previous = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, LOCK_SECONDS)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except TimeoutError:
-        raise Failure(f"can't lock file '{path}' - got timeout", 4) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        def expired(*_: object) -> "NoReturn":
+            raise TimeoutError
+
+        previous = signal.signal(signal.SIGALRM, expired)
+        signal.setitimer(signal.ITIMER_REAL, LOCK_SECONDS)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except TimeoutError:
+            os.close(self._descriptor)
+            raise Failure(f"can't lock file '{self._path}' - got timeout", 4) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)

@@ -1,27 +1,28 @@
-"""Who a process is: pid, raw start time and boot id together; a pid alone is used again.
+"""Who a process is: pid, raw start time and boot id together; a pid alone is used again. And what it was called with.
 
-Standard library only and light: the state file's reader and the programs inside the sandbox import it.
+Light: the state file's reader and the programs inside the sandbox import it.
 """
 
 import os
-import select
-import signal
+import sys
 import time
-from pathlib import Path
-from typing import NamedTuple
 
 
-class ProcessId(NamedTuple):
+class ProcessId:
     """pid as this /proc shows it; start: field 22 of /proc/PID/stat, in clock ticks since the machine's boot."""
 
-    pid: int
-    start: int
+    __slots__ = ("pid", "start")
+
+    def __init__(self, pid: int, start: int) -> None:
+        self.pid = pid
+        self.start = start
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId | None":
         """The identity of the process that has this pid now; None when none has, or only a zombie."""
         try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                stat = file.read()
         except (FileNotFoundError, ProcessLookupError):
             return None
         # The name in parentheses may hold spaces and parentheses itself.
@@ -34,8 +35,17 @@ class ProcessId(NamedTuple):
         words = text.split()
         return cls(int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdigit, words)) else None
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessId) and (self.pid, self.start) == (other.pid, other.start)
+
+    def __hash__(self) -> int:
+        return hash((self.pid, self.start))
+
     def __str__(self) -> str:
         return f"{self.pid} {self.start}"
+
+    def __repr__(self) -> str:
+        return f"ProcessId({self.pid}, {self.start})"
 
     @property
     def alive(self) -> bool:
@@ -60,30 +70,27 @@ class ProcessId(NamedTuple):
 
     def kill(self, seconds: float = 10.0) -> bool:
         """SIGKILL it and wait for its end."""
+        import signal
+
         self.signal(signal.SIGKILL)
         return self.wait(seconds)
 
 
 def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
 
 
-class Watch:
-    """Says whether a process has ended, for use in a `select.poll` loop where the kernel has pidfds.
+def own_words() -> list[bytes]:
+    """The words after the program's name, as bytes: the interpreter's decoding would depend on the locale."""
+    with open("/proc/self/cmdline", "rb") as file:
+        words = file.read().split(b"\0")[:-1]
+    # interpreter, its options, the script, and then what was typed
+    return words[len(words) - len(sys.argv) + 1 :]
 
-    `descriptor` is None where it has none (some user-space kernels): then ask `ended` now and then.
-    """
 
-    def __init__(self, identity: ProcessId) -> None:
-        self.identity = identity
-        self.descriptor: int | None
-        try:
-            self.descriptor = os.pidfd_open(identity.pid)
-        except OSError:
-            self.descriptor = None
-
-    @property
-    def ended(self) -> bool:
-        if self.descriptor is not None and select.select([self.descriptor], [], [], 0)[0]:
-            return True
-        return not self.identity.alive
+def own_environment() -> dict[bytes, bytes]:
+    """The environment as it was given: Python adds LC_CTYPE to its own when the locale is C."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if b"=" in entry]
+    return {name: value for name, _, value in pairs}

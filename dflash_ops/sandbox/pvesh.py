@@ -4,12 +4,14 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from dflash_ops.sandbox import api, attach, layout
+from dflash_ops.sandbox import api, layout
 from dflash_ops.sandbox.api import ApiError
 from dflash_ops.sandbox.calls import CALLS
 from dflash_ops.sandbox.perl import Failure, say, take_time, through_perl
+from dflash_ops.sandbox.processes import own_environment, own_words
 from dflash_ops.sandbox.rights import ROOT
 from dflash_ops.sandbox.tasks import Task
 
@@ -21,7 +23,7 @@ _SWITCHES = ("noproxy", "quiet", "human-readable", "noborder", "noheader")
 def main() -> NoReturn:
     """The program pvesh."""
     try:
-        words = [word.decode("utf-8", "replace") for word in through_perl(attach.own_words(), attach.own_environment())]
+        words = [word.decode("utf-8", "replace") for word in through_perl(own_words(), own_environment())]
         _call(words)
         code = 0
     except Failure as failure:
@@ -35,7 +37,7 @@ def main() -> NoReturn:
 
 
 def _call(words: list[str]) -> None:
-    if os.geteuid() != 0 or not layout.CONFIGS.is_dir():
+    if os.geteuid() != 0 or not Path(layout.CONFIGS).is_dir():
         root = os.geteuid() == 0
         for number in (1, 2, 3):
             say(f"ipcc_send_rec[{number}] failed: {'Connection refused' if root else 'Unknown error -1'}")

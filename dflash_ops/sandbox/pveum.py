@@ -11,15 +11,15 @@ import uuid
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dflash_ops.sandbox import attach
 from dflash_ops.sandbox.perl import Failure, say, take_time, through_perl
+from dflash_ops.sandbox.processes import own_environment, own_words
 from dflash_ops.sandbox.rights import PRIVILEGES, Entry, Rights
 
 
 def main() -> NoReturn:
     """The program pveum."""
     try:
-        words = [word.decode("utf-8", "replace") for word in through_perl(attach.own_words(), attach.own_environment())]
+        words = [word.decode("utf-8", "replace") for word in through_perl(own_words(), own_environment())]
         _run(words)
         code = 0
     except Failure as failure:

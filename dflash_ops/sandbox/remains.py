@@ -52,7 +52,7 @@ def clear(folder: Path) -> None:
     for _ in range(100):
         if not path or not Path(path).exists():
             break
-        cgroups.remove(Path(path))
+        cgroups.remove(path)
         time.sleep(0.01)  # the kernel takes a moment to forget the dead
     # First out of the way, in one step: `up` may make the folder anew while a guard that ended by itself clears up.
     away = folder.with_name(f".{folder.name}.ended")

@@ -60,7 +60,7 @@ class Rights:
     def read(cls) -> "Rights":
         """The files as they are now; without them there is root alone."""
         rights = cls(users={ROOT: True})
-        for line in _lines(layout.USERS):
+        for line in _lines(Path(layout.USERS)):
             kind, *rest = line.split(":")
             match kind, rest:
                 case "user", [name, enabled, *_]:
@@ -74,7 +74,7 @@ class Rights:
                         rights.entries += [Entry(path, who, role, propagate == "1") for role in roles.split(",")]
                 case _:
                     pass
-        rights.secrets = dict(line.split(" ", 1) for line in _lines(layout.TOKENS) if " " in line)
+        rights.secrets = dict(line.split(" ", 1) for line in _lines(Path(layout.TOKENS)) if " " in line)
         return rights
 
     def write(self) -> None:
@@ -83,9 +83,10 @@ class Rights:
         lines += [f"token:{name}:0:{int(separated)}::" for name, separated in self.tokens.items()]
         lines += [f"role:{name}:{','.join(sorted(privileges))}:" for name, privileges in self.roles.items()]
         lines += [f"acl:{int(entry.propagate)}:{entry.path}:{entry.who}:{entry.role}:" for entry in self.entries]
-        _replace(layout.USERS, "".join(f"{line}\n" for line in lines), 0o640)
-        layout.TOKENS.parent.mkdir(mode=0o700, exist_ok=True)
-        _replace(layout.TOKENS, "".join(f"{name} {secret}\n" for name, secret in self.secrets.items()), 0o600)
+        _replace(Path(layout.USERS), "".join(f"{line}\n" for line in lines), 0o640)
+        tokens = Path(layout.TOKENS)
+        tokens.parent.mkdir(mode=0o700, exist_ok=True)
+        _replace(tokens, "".join(f"{name} {secret}\n" for name, secret in self.secrets.items()), 0o600)
 
     def refusal(self, token: str, secret: str) -> str | None:
         """Why this token does not log in; None when it does."""

@@ -98,7 +98,7 @@ def _lock_noted(vmid: int, config: Config, word: str) -> Generator[None]:
 @contextlib.contextmanager
 def _frozen(vmid: int) -> Generator[None]:
     """No process of the container runs meanwhile, where there is a cgroup to stop them by."""
-    group = cgroups.container_group(vmid)
+    group = Path(cgroups.container_group(vmid))
     switch = group / "cgroup.freeze"
     with contextlib.suppress(OSError):
         switch.write_text("1")
@@ -117,11 +117,11 @@ def _rootfs(vmid: int) -> str:
 
 
 def _files(vmid: int) -> Path:
-    return layout.ROOTS / str(vmid) / "rootfs"
+    return Path(layout.container_root(vmid))
 
 
 def _place(vmid: int, name: str) -> Path:
-    return layout.SNAPSHOTS / str(vmid) / name
+    return Path(layout.SNAPSHOTS, str(vmid), name)
 
 
 def _copy(source: Path, target: Path) -> None:

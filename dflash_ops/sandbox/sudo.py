@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from dflash_ops.sandbox import attach, users
+from dflash_ops.sandbox import users
+from dflash_ops.sandbox.processes import own_environment, own_words
 
 SECURE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DEFAULTS = ("env_reset", "mail_badpass", "secure_path=" + SECURE_PATH.replace(":", "\\:"), "use_pty")
@@ -38,7 +39,7 @@ class Refused(Exception):
 
 def main() -> NoReturn:
     """The program sudo."""
-    words = attach.own_words()
+    words = own_words()
     listing = False
     while words and words[0].startswith(b"-"):
         word = words.pop(0)
@@ -54,7 +55,7 @@ def main() -> NoReturn:
     door.connect(_socket_path())
     request = {
         "words": [word.hex() for word in words],
-        "environment": {name.hex(): value.hex() for name, value in attach.own_environment().items()},
+        "environment": {name.hex(): value.hex() for name, value in own_environment().items()},
         "folder": str(Path.cwd()),
         "listing": listing,
         "terminal": _has_terminal(),

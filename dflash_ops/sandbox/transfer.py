@@ -4,32 +4,31 @@ Tests make a push go wrong, silently and with exit code 0 as a real one does: wh
 ends after `cut N` bytes, or changes the byte at `flip N`.
 """
 
-import contextlib
 import os
 import signal
-from pathlib import Path
-from typing import NoReturn
 
-from dflash_ops.sandbox import containers, kernel, layout
-from dflash_ops.sandbox.perl import Failure, locked, say
+from dflash_ops.sandbox import containers, kernel, layout, tasks
+from dflash_ops.sandbox.perl import ConfigLock, Failure, say
 
-PUSH_FAULT = layout.SUPPORT / "push-fault"
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+PUSH_FAULT = f"{layout.SUPPORT}/push-fault"
 
 
 def copy(vmid: int, source: bytes, destination: bytes, options: dict[str, str], *, into: bool) -> int:
     """Copy a file into the container or out of it. The exit code is 0 whatever becomes of it, once the container runs
     and its lock is ours."""
-    from dflash_ops.sandbox import tasks  # only here: it costs every other pct call its loading
-
     if containers.init_of(vmid) is None:
         # Also for a container that does not exist.
         raise Failure(f"can only {'push files to' if into else 'pull files from'} a running CT")
-    with locked(vmid):
+    with ConfigLock(vmid):
         worker = os.fork()
         if worker == 0:
             try:
-                with tasks.foreground("push_file" if into else "pull_file", vmid):
-                    _copy_one(vmid, source, destination, options, into)
+                kind = "push_file" if into else "pull_file"
+                tasks.foreground(kind, vmid, lambda: _copy_one(vmid, source, destination, options, into))
             except BaseException as error:
                 # The worker's error is printed, and then the call exits 0 all the same.
                 say(str(error))
@@ -73,13 +72,16 @@ def _copy_one(vmid: int, source: bytes, destination: bytes, options: dict[str, s
             at -= len(data)
         if not data:
             return
-        with contextlib.suppress(OSError):
+        try:
             os.write(writer, data)
+        except OSError:
+            pass
 
 
 def _fault() -> tuple[str | None, int]:
     try:
-        harm, at = PUSH_FAULT.read_text().split()
+        with open(PUSH_FAULT) as file:
+            harm, at = file.read().split()
     except FileNotFoundError:
         return None, 0
     return harm, int(at)
@@ -94,7 +96,7 @@ def _harmed(data: bytes, harm: str, at: int) -> bytes:
     return data
 
 
-def _interrupted(*_: object) -> NoReturn:
+def _interrupted(*_: object) -> "NoReturn":
     raise Failure("received interrupt")
 
 
@@ -146,7 +148,9 @@ def _identity(table: str, name: str | None) -> int:
     """The number for a name in the container's own table; -1 (unchanged) for None."""
     if name is None or name.isdigit():
         return -1 if name is None else int(name)
-    for row in Path("/etc", table).read_text(errors="replace").split("\n"):
+    with open(f"/etc/{table}", errors="replace") as file:
+        rows = file.read().split("\n")
+    for row in rows:
         fields = row.split(":")
         if fields[0] == name and len(fields) > 2:
             return int(fields[2])

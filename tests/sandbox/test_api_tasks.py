@@ -17,7 +17,8 @@ from dflash_ops.sandbox.tasks import Task
 @given(st.sampled_from(["pve", "pve2", "a-b"]), *[st.integers(0, 2**32 - 1)] * 3, st.sampled_from([BOT, "root@pam"]))
 def test_an_upid_is_read_as_it_was_written(node: str, pid: int, pstart: int, began: int, user: str) -> None:
     task = Task(node, pid, pstart, began, "vzstart", "200", user)
-    assert Task.parse(task.upid) == task and task.upid.split(":")[6:] == ["200", user, ""]
+    read = Task.parse(task.upid)
+    assert read is not None and vars(read) == vars(task) and task.upid.split(":")[6:] == ["200", user, ""]
     assert Task.parse(task.upid[:-1]) is None and Task.parse(f" {task.upid}") is None
 
 

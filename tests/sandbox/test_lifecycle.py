@@ -32,7 +32,7 @@ def _swept() -> Generator[None]:
 
 def groups(name: str = NAME) -> list[Path]:
     base = cgroups.unified_hierarchy()
-    return list(base.glob(f"dflash-sandbox-{name}-*")) if base else []
+    return list(Path(base).glob(f"dflash-sandbox-{name}-*")) if base else []
 
 
 def busy_sandbox() -> tuple[SandboxState, set[ProcessId]]:
