@@ -16,6 +16,7 @@ import pytest
 import stand_in
 import typer
 from conftest import Box, Cli, write_inventory
+from in_container import put_stand_in
 from in_process import InProcess
 from test_progress import on_a_terminal
 
@@ -23,6 +24,7 @@ from dflash_ops import cli_deploy, cli_many, deploy, gpus, many, render_many, st
 from dflash_ops import source as sources
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, UnreachableError
+from dflash_ops.inventory import load
 from dflash_ops.many import At, Outcome, each, worst
 from dflash_ops.release import Manifest
 from dflash_ops.sandbox.state import SandboxState
@@ -388,8 +390,9 @@ def test_a_day_with_many(cli: Cli, source: Path, tmp_path: Path, monkeypatch: py
     assert [len(it["value"]["removed"]) for it in removed.values()] == [1, 1]
 
 
-def test_runs_of_many_are_waited_for_and_stopped(cli: Cli, source: Path, tmp_path: Path) -> None:
-    assert cli("deploy", str(source), "--on", "both").returncode == 0
+def test_runs_of_many_are_waited_for_and_stopped(cli: Cli, box: Box, tmp_path: Path) -> None:
+    for name in ("trainer", "other"):
+        put_stand_in(load(box.inventory).container(name))
     config = tmp_path / "c.toml"
     config.write_text("pause = 0.05\n")
     start = ["train", "start", str(config), "--name", "b", "--gpus", "none", "--json"]
