@@ -47,6 +47,7 @@ def test_a_day_of_deploys(cli: Cli, tmp_path: Path) -> None:
     first = words[1]
     assert "2 files," in done.stdout.decode() and done.stdout.decode().endswith(" s\n")
     (here / "trainer" / "b.py").write_text("b = 1\n")
+    cli = InProcess(cli.inventory)  # what follows proves words, not the process
     document = json.loads(cli("deploy", str(here), "--json").stdout)
     assert document["schema_version"] == 1 and document["previous"] == first
     assert (document["files"], document["size"], document["commit"]) == (3, 12, None)
@@ -92,18 +93,15 @@ def test_a_careful_deploy(box: Box, tmp_path: Path) -> None:
 
 def test_the_inventorys_source_is_sent_by_default(box: Box, cli: Cli, tmp_path: Path) -> None:
     tree(tmp_path / "code")
-    text = box.inventory.read_text()
-    box.inventory.write_text('source = "code"\n' + text)
+    box.inventory.write_text('source = "code"\n' + box.inventory.read_text())
     done = cli("deploy", cwd=Path("/"))
     assert b"2 files," in done.stdout and b" KiB sent, " in done.stdout and done.stderr == b""
-    warned = cli("deploy", "--dry-run", str(tmp_path / "code" / "trainer"))
+    warned = InProcess(box.inventory)("deploy", "--dry-run", str(tmp_path / "code" / "trainer"))
     assert warned.returncode == 0 and b"warning: there is no trainer/ in " in warned.stderr
-    box.inventory.write_text(text)
-    assert b" files," in cli("deploy", cwd=Path("/")).stdout  # the packaged trainer
 
 
-def test_the_release_of_the_packaged_trainer_runs(box: Box, cli: Cli) -> None:
-    assert cli("deploy", cwd=Path("/")).returncode == 0
+def test_the_packaged_trainer_is_sent_where_nothing_else_is_said_and_runs(box: Box, cli: Cli) -> None:
+    assert b" files," in cli("deploy", cwd=Path("/")).stdout
     container = box.container
     program = "import trainer; print(trainer.__file__)"
     words = ("sh", "-c", 'cd "$1" && exec "$2" -c "$3"', "sh", f"{container.path}/current/", container.python, program)
@@ -112,7 +110,7 @@ def test_the_release_of_the_packaged_trainer_runs(box: Box, cli: Cli) -> None:
 
 def test_steps_are_shown_with_debug_only(cli: Cli, tmp_path: Path) -> None:
     here = tree(tmp_path / "here")
-    assert cli("deploy", cwd=here).stderr == b""
+    assert InProcess(cli.inventory)("deploy", cwd=here).stderr == b""
     (here / "new").write_text("new\n")
     steps = [line.split()[0] for line in cli("--debug", "deploy", cwd=here).stderr.decode().split("\n") if line]
     again = ["pct"] * (len(steps) - 6)  # the first did not wait long enough: the machine was busy
@@ -163,10 +161,12 @@ def test_streams_that_are_closed_or_full(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_gone_is_told_of_by_the_exit_code_alone(cli: Cli, unbuffered: str) -> None:
+def test_a_reader_that_has_gone_is_told_of_by_the_exit_code_alone(cli: Cli, unbuffered: str, soak: bool) -> None:
     """That of a program which SIGPIPE ends, be it help, a line, a table, or a document that waits for the last flush;
     of a command that failed, its own."""
     cases = {("--help",): 141, ("--version",): 141, ("releases",): 141, ("releases", "--json"): 141, ("rollback",): 8}
+    if unbuffered and not soak:  # a line, which ends at its first byte then, and a failure
+        cases = {words: code for words, code in cases.items() if words in (("--version",), ("rollback",))}
     for words, code in cases.items():
         reading, writing = os.pipe()
         os.close(reading)
@@ -177,7 +177,9 @@ def test_a_reader_that_has_gone_is_told_of_by_the_exit_code_alone(cli: Cli, unbu
 
 
 @pytest.mark.parametrize("stream", ["gone", "/dev/full"])
-def test_a_failure_keeps_its_own_code_where_it_can_not_be_told(cli: Cli, tmp_path: Path, stream: str) -> None:
+def test_a_failure_keeps_its_own_code_where_it_can_not_be_told(
+    cli: Cli, tmp_path: Path, stream: str, soak: bool
+) -> None:
     """Wrong words, an error, and a verdict that is shown on stdout, in a document or for people."""
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("hosts = 1\n")
@@ -191,6 +193,8 @@ def test_a_failure_keeps_its_own_code_where_it_can_not_be_told(cli: Cli, tmp_pat
         ("exec", "--timeout", "nan", "true"): 2,
         (): 2,
     }
+    if stream == "gone" and not soak:  # one each of what the full disk below has all of
+        cases = {words: code for words, code in cases.items() if words in (("nosuch",), check, (*check, "--json"))}
     reading, writing = os.pipe()
     os.close(reading)
     with Path("/dev/full").open("w") as full:

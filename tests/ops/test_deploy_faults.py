@@ -6,6 +6,7 @@ where it is killed, the real command line, which names each step on stderr with 
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Box, Cli, write_inventory
+from in_container import current_release, folder_of, left_by_deploys
 from proxy import Proxy
 
 from dflash_ops import deploy as verbs
@@ -112,41 +114,28 @@ class Target:
 
     def check(self) -> None:
         """Current is one of the releases, whole; the next deploy works and leaves nothing but releases."""
-        listed = verbs.releases(self.door, self.container).releases
+        listed = {it.name for it in (folder_of(self.container) / "releases").iterdir() if ".tmp-" not in it.name}
         # A release whose content had arrived may still have taken its place: then it is whole.
-        self.known |= {item.id for item in listed}
-        (current,) = (item.id for item in listed if item.current)
-        assert current in self.known
+        self.known |= listed
+        current = current_release(self.container)
+        assert current in listed
         verbs.rollback(self.door, self.container, current)  # it refuses what is not whole
         self.change()
         done = verbs.deploy(self.door, self.container, self.source)
         assert done.release > max(self.known)
         self.known.add(done.release)
         self.memory = remembered._file(self.container).read_bytes()
-        until(lambda: leftovers(self.door, self.container) == [])
+        until(lambda: left_by_deploys(self.container) == [])
         if len(listed) > 10:
             verbs.prune(self.door, self.container, 2)  # the disk is small
 
 
 def check_whole(shell: Shell, container: Container, releases: set[str]) -> str:
     """The current release's id; it is one of these, and every file of it is as it was sent."""
-    current = [item.id for item in verbs.releases(shell, container).releases if item.current]
-    assert len(current) == 1 and current[0] in releases
-    verbs.rollback(shell, container, current[0])  # it refuses what is not whole
-    return current[0]
-
-
-def leftovers(shell: Shell, container: Container) -> list[str]:
-    """What a deploy must not leave: archives, half releases, staging folders, and its own process in the container."""
-    script = (
-        "find incoming -mindepth 1; find releases -mindepth 1 -maxdepth 1 -name '*.tmp-*'; "
-        "find . -maxdepth 1 -name '.current-*'; pgrep -af '[ ]receive deploy by' || true"
-    )
-    words = ("sh", "-c", f'cd "$1" && {{ {script}; }}', "sh", container.path)
-    found = shell.run(container, Command(words), check=True).out
-    script = "find /var/tmp -name 'dflash-ops-stage-*'; pgrep -af '[p]ct push 200' || true"
-    found += shell.run(container.host, Command(("sh", "-c", script)), check=True).out
-    return found.decode().split("\n")[:-1]
+    current = current_release(container)
+    assert current in releases
+    verbs.rollback(shell, container, current)  # it refuses what is not whole
+    return current
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -302,8 +291,7 @@ def deploy_twice(target: Target, case: Case, stack: ExitStack) -> None:
     ours = deploy_beside(target, case, at_step(case, thread.start, stack, at_once=True))
     thread.join()
     assert isinstance(ended[0], str | BusyError)
-    current = [item.id for item in verbs.releases(target.door, target.container).releases if item.current]
-    assert current[0] in (ours.release, ended[0])
+    assert current_release(target.container) in (ours.release, ended[0])
 
 
 def deploy_beside(target: Target, case: Case, way: Progress) -> verbs.Deployed:
@@ -346,7 +334,7 @@ def test_after_any_fault_at_any_step(small: Box, source: Source, door: Shell, sh
         with ExitStack() as stack, refused_at_most():
             FAULTS[kind](target, case, stack)
         target.check()
-    door.run(target.container, Command(("rm", "-r", target.container.path)), check=True)  # the disk is small
+    shutil.rmtree(folder_of(target.container))  # the disk is small
 
 
 @contextmanager
@@ -398,7 +386,7 @@ def test_the_containers_disk_is_full(small: Box, source: Source, step: str) -> N
         assert check_whole(shell, container, {first}) == first
         shell.run(container, Command(("rm", "/opt/ballast")), check=True)
         verbs.deploy(shell, container, source)
-        assert leftovers(shell, container) == []
+        assert left_by_deploys(container) == []
 
 
 @pytest.mark.parametrize("left", [0, 100_000])
@@ -416,7 +404,7 @@ def test_the_hosts_disk_is_full(small: Box, source: Source, left: int) -> None:
             shell.run(container.host, Command(("rm", "/var/tmp/ballast")), check=True)
         assert check_whole(shell, container, {first}) == first
         verbs.deploy(shell, container, source)
-        assert leftovers(shell, container) == []
+        assert left_by_deploys(container) == []
 
 
 def test_a_source_larger_than_the_disk_is_refused_before_anything_is_sent(small: Box, source: Source) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import gpu_scenes
 import pytest
-from conftest import Box, Cli, write_inventory
+from conftest import Box, write_inventory
+from in_container import folder_of, folder_of_host
+from in_process import InProcess
 from test_gpus import UUIDS, full_line
 
 from dflash_ops import checks, doctor, gpu_join, status
@@ -216,11 +218,15 @@ sys.stdin.read()
 
 def test_what_a_killed_deploy_left_is_found_and_removed(sandbox: SandboxState, tmp_path: Path, shell: Shell) -> None:
     box = Box(write_inventory(tmp_path, sandbox.name, more="gpus = [0, 1]\n"), sandbox)
-    cli, path = Cli(box.inventory), box.container.path
-    make = f"mkdir -p {path}/incoming {path}/runs; touch {path}/incoming/new; touch -d '3 days ago' {path}/incoming/old"
-    shell.run(box.container, Command(("sh", "-c", make)), check=True)
-    stage = "mkdir /var/tmp/dflash-ops-stage-old && touch -d '3 days ago' /var/tmp/dflash-ops-stage-old"
-    shell.run(box.host, Command(("sh", "-c", stage)), check=True)
+    cli, path = InProcess(box.inventory), box.container.path
+    incoming = folder_of(box.container) / "incoming"
+    stage = folder_of_host(box.host) / "var" / "tmp" / "dflash-ops-stage-old"
+    for folder in (incoming, incoming.with_name("runs"), stage):
+        folder.mkdir(parents=True)
+    for file in (incoming / "new", incoming / "old"):
+        file.touch()
+    for old in (incoming / "old", stage):
+        os.utime(old, (time.time() - 3 * 86400,) * 2)
     done = cli("doctor", "--json")
     document = json.loads(done.stdout)
     by_name = {(check["name"], check["where"]): check for check in document["checks"]}
@@ -236,12 +242,11 @@ def test_what_a_killed_deploy_left_is_found_and_removed(sandbox: SandboxState, t
     assert fixed.returncode == 0
     assert f"removed {path}/incoming/old" in text and "removed /var/tmp/dflash-ops-stage-old" in text
     assert "nothing would stop a run" in text and "stale staging (" not in text
-    kept = shell.run(box.container, Command(("ls", f"{path}/incoming"))).out
-    assert kept == b"new\n"
+    assert [it.name for it in incoming.iterdir()] == ["new"]
 
 
 def test_a_stopped_container_is_a_failure(sandbox: SandboxState, tmp_path: Path) -> None:
-    done = Cli(write_inventory(tmp_path, sandbox.name, vmid=202))("doctor")
+    done = InProcess(write_inventory(tmp_path, sandbox.name, vmid=202))("doctor")
     assert done.returncode == 6
     told = done.stdout.decode()
     assert "pct start 202" in told and "a run would not work" in told

@@ -17,6 +17,7 @@ import gpu_scenes
 import pytest
 import typer
 from conftest import Box, Cli, write_inventory
+from in_process import InProcess
 
 from dflash_ops import cli_gpu, cli_many, gpu_free, gpu_join, gpus, many, render_gpus, status
 from dflash_ops.command import Command, Container, Host
@@ -109,6 +110,7 @@ def alive(shell: Shell, place: Container, *made: dict[str, Any]) -> list[bool]:
 
 
 def test_free_by_hand(place: Container, cli: Cli, shell: Shell) -> None:
+    cli = InProcess(cli.inventory)
     stale, stranger = build(shell, place, "dead parent", "stranger")
     files = [f"/dev/shm/torch_{stale['run_id']}", f"/tmp/{stale['run_id']}"]
     others = [f"/dev/shm/torch_{stale['run_id']}0", "/tmp/s0-20261129-120000"]

@@ -11,6 +11,7 @@ import pytest
 import typer
 from conftest import Cli
 from documented import COMMANDS, SECTIONS, TEXT, compare
+from in_process import InProcess
 from test_runs import facts
 
 from dflash_ops import (
@@ -145,6 +146,7 @@ def test_every_command_that_prints_json_is_in_the_table() -> None:
 
 def test_the_documents_that_no_other_test_asks_for(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
+    cli = InProcess(cli.inventory)
     assert cli("put", str(tmp_path / "file"), "shared/").returncode == 0
     for words in (
         ["inventory", "list"],
