@@ -293,12 +293,17 @@ class LocalBox:
 
 
 @contextlib.contextmanager
-def local_box(folder: Path) -> Iterator[LocalBox]:
-    """A LocalBox; at the end nothing of its runs lives."""
+def local_box(folder: Path, *, windows: bool = True) -> Iterator[LocalBox]:
+    """A LocalBox; at the end nothing of its runs lives. windows: whether tmux is the real one, else it does nothing:
+    each window is a Python that most tests never look at."""
     sockets = folder / "tmux"
     sockets.mkdir()
-    before = os.environ.get("TMUX_TMPDIR")
+    before = {name: os.environ.get(name) for name in ("TMUX_TMPDIR", "PATH")}
     os.environ["TMUX_TMPDIR"] = str(sockets)
+    if not windows:
+        (sockets / "tmux").write_text("#!/bin/sh\n")
+        (sockets / "tmux").chmod(0o755)
+        os.environ["PATH"] = f"{sockets}:{before['PATH']}"
     box = LocalBox(folder / "opt")
     try:
         yield box
@@ -314,10 +319,11 @@ def local_box(folder: Path) -> Iterator[LocalBox]:
             cgroups.remove(run["state"].get("cgroup"), run["run_id"])
         for server in ("dflash", "default"):
             subprocess.run(["tmux", "-L", server, "kill-server"], capture_output=True, check=False)
-        if before is None:
-            del os.environ["TMUX_TMPDIR"]
-        else:
-            os.environ["TMUX_TMPDIR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def retry_until(condition: Callable[[], Any], seconds: float = 60.0, *, every: float = 0.02) -> Any:

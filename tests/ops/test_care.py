@@ -26,7 +26,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[LocalBox]:
-    with stand_in.local_box(tmp_path) as box:
+    with stand_in.local_box(tmp_path, windows=False) as box:
         yield box
 
 

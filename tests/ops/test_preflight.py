@@ -1,5 +1,7 @@
 """What a start refuses for lack of: GPUs, disk, shared memory. And what it keeps of where the code came from."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -17,13 +19,14 @@ from stand_in import LocalBox
 import trainer
 from dflash_ops.remote import answers, environment, gpuproof, preflight, processes, rundir
 from dflash_ops.remote.gpuproof import Card, Picture
+from trainer.__main__ import check
 
 Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[LocalBox]:
-    with stand_in.local_box(tmp_path) as box:
+    with stand_in.local_box(tmp_path, windows=False) as box:
         yield box
 
 
@@ -218,6 +221,14 @@ def test_a_start_refuses_paths_that_are_not_there(real: LocalBox) -> None:
     assert (code, reply["why"]) == (6, f"target.path: no {release}/./models/none")
 
 
+def as_the_check_tells(file: Path) -> dict[str, Any]:
+    """The config as the real trainer's check tells it, without a process for it."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert check(file, [], as_json=True) == 0
+    return json.loads(said.getvalue())
+
+
 def test_what_is_there_or_may_be_a_hub_name_is_not_refused(real: LocalBox, tmp_path: Path) -> None:
     release = real.path / "releases" / stand_in.RELEASE
     model, file = release / "models" / "mine", tmp_path / "c.toml"
@@ -228,12 +239,14 @@ def test_what_is_there_or_may_be_a_hub_name_is_not_refused(real: LocalBox, tmp_p
         file.write_text(config_text(target, train, top))
         parameters = stand_in.start_parameters(real.path, "a", "", **more)
         try:
-            config = preflight.checked_config(file, release, sys.executable, parameters)
-            preflight.check_named(config, release, parameters, resumed)
+            preflight.check_named(as_the_check_tells(file), release, parameters, resumed)
         except answers.Fault as fault:
             return fault.parts["why"]
         return ""
 
+    file.write_text(config_text("gpt2", "data/x.jsonl", 'init_from = "drafter"\n'))
+    told = preflight.checked_config(file, release, sys.executable, stand_in.start_parameters(real.path, "a", ""))
+    assert told == as_the_check_tells(file)
     assert lacks("Qwen/Qwen3-4B") == lacks("gpt2") == lacks("models/mine") == ""
     assert lacks("a/b/c") == f"target.path: no {release}/a/b/c"
     model.mkdir(parents=True)

@@ -29,6 +29,13 @@ from dflash_ops.remote.supervisor import parse_environment
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
+    with stand_in.local_box(tmp_path, windows=False) as box:
+        yield box
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Iterator[Box]:
+    """A box whose runs have their windows."""
     with stand_in.local_box(tmp_path) as box:
         yield box
 
@@ -420,29 +427,29 @@ def _pane() -> str:
     return shown.stdout.decode()
 
 
-def test_ctrl_c_in_the_window_asks_before_it_stops(box: Box) -> None:
+def test_ctrl_c_in_the_window_asks_before_it_stops(windowed: Box) -> None:
     def press(*keys: str) -> None:
         subprocess.run(["tmux", "-L", "dflash", "send-keys", "-t", "=dflash-a:", *keys], check=True)
 
-    folder = box.start("a", "pause = 0.3")
+    folder = windowed.start("a", "pause = 0.3")
     retry_until(lambda: "step 2" in _pane())
     press("C-c")
     retry_until(lambda: f"Stop run {folder.name}? [y/N]" in _pane())
     press("n", "Enter")
     retry_until(lambda: "it goes on" in _pane())
-    assert box.facts("a")["supervisor_alive"]
+    assert windowed.facts("a")["supervisor_alive"]
     press("C-c")
     retry_until(lambda: _pane().count("[y/N]") == 2)
     press("y", "Enter")
-    assert box.ended(folder)["stopped"] is True
+    assert windowed.ended(folder)["stopped"] is True
 
 
-def test_the_window_is_only_a_window(box: Box) -> None:
-    folder = box.start("a")
-    box.trainer(folder)
+def test_the_window_is_only_a_window(windowed: Box) -> None:
+    folder = windowed.start("a")
+    windowed.trainer(folder)
     subprocess.run(["tmux", "-L", "dflash", "kill-server"], check=True)
-    assert box.facts("a")["supervisor_alive"]
-    assert box.stop("a")[1]["facts"]["exit"]["code"] == 0
+    assert windowed.facts("a")["supervisor_alive"]
+    assert windowed.stop("a")[1]["facts"]["exit"]["code"] == 0
 
 
 # -- small things
