@@ -61,7 +61,11 @@ def listing(shell: Shell, container: Container, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("via", ["push", "stream"])
-def test_a_release_arrives_as_it_is_here(shell: Shell, anywhere: Container, source: Source, via: Via) -> None:
+def test_a_release_arrives_as_it_is_here(
+    shell: Shell, anywhere: Container, source: Source, via: Via, soak: bool
+) -> None:
+    if not soak and (anywhere.vmid, anywhere.via, via) in ((200, "lxc-attach", "stream"), (200, "pct", "push")):
+        pytest.skip("each way and each place are in the others: with --soak")
     (source.root / "empty").mkdir()
     way = Steps()
     done = verbs.deploy(shell, anywhere, source, via=via, way=way)
