@@ -162,8 +162,10 @@ def _shell() -> list[bytes]:
 def _execute(name: str, words: list[bytes], environment: dict[bytes, bytes]) -> "NoReturn":
     """As os.execvpe does, which would first load `warnings`, and that from the container's files."""
     program, search = words[0], environment.get(b"PATH", os.fsencode(os.defpath)).split(b":")
-    places = [program] if b"/" in program or not program else [os.path.join(folder, program) for folder in search]
+    places = [program] if b"/" in program else [os.path.join(folder, program) for folder in search]
     errors: list[OSError] = []
+    if not program:
+        places, errors = [], [FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))]
     for place in places:
         try:
             os.execve(place, words, environment)

@@ -124,6 +124,8 @@ def test_exit_codes_of_what_does_not_run(client: Client, attach: str) -> None:
     assert client.run(f"{attach} sh -c 'kill -9 $$'").code == 137
     missing = client.run(f"{attach} no-such-program")
     assert missing.code == 127 and b'No such file or directory - Failed to exec "no-such-program"\n' in missing.err
+    nothing = client.run(f"{attach} ''")
+    assert nothing.code == 127 and b'No such file or directory - Failed to exec ""\n' in nothing.err
     refused = client.run(f"{attach} /etc/hosts")
     assert refused.code == 126 and b'Permission denied - Failed to exec "/etc/hosts"\n' in refused.err
 
