@@ -9,7 +9,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.command import Command, Local, Result
+import stand_in
+
+from dflash_ops.command import Command, Local
 from dflash_ops.deploy import _entries
 from dflash_ops.release import Release
 from dflash_ops.remote import bundle
@@ -44,9 +46,11 @@ class Receiver:
     def __init__(self, shell: Shell, path: Path) -> None:
         self.shell, self.path = shell, path
 
+    def parameters(self, do: str, **parameters: Any) -> dict[str, Any]:
+        return {"path": str(self.path), "client": "tester", "patience": 0.3, "do": do, **parameters}
+
     def command(self, do: str, kill_at: int | None = None, **parameters: Any) -> Command:
-        common = {"path": str(self.path), "client": "tester", "patience": 0.3}
-        command = bundle.command(sys.executable, "receive", {**common, "do": do, **parameters})
+        command = bundle.command(sys.executable, "receive", self.parameters(do, **parameters))
         if kill_at is None:
             return command
         python, isolated, option, boot, *rest = command.argv
@@ -110,8 +114,7 @@ class Receiver:
             return result.code, json.loads(last) if last else None
 
     def ask(self, do: str, **parameters: Any) -> tuple[int, dict[str, Any]]:
-        result: Result = self.shell.run(Local(), self.command(do, **parameters))
-        return result.code, json.loads(result.out)
+        return stand_in.call("receive", self.parameters(do, **parameters))
 
     def leftovers(self) -> list[str]:
         found = [*self.path.glob("incoming/*"), *self.path.glob(".current-*")]

@@ -23,6 +23,13 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[LocalBox]:
+    with stand_in.local_box(tmp_path, windows=False) as box:
+        yield box
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Iterator[LocalBox]:
+    """A box whose runs have their windows."""
     with stand_in.local_box(tmp_path) as box:
         yield box
 
@@ -60,38 +67,38 @@ SHAPES = (
 ALONE = SHAPES[:2] + SHAPES[4:5]  # each is a part of others: with --soak
 
 
-def test_stops_leave_nothing(box: LocalBox, card: Path, soak: bool) -> None:
+def test_stops_leave_nothing(windowed: LocalBox, card: Path, soak: bool) -> None:
     """100 of them: trainers that fork, double-fork, run away without an environment, are deaf, asleep, stopped, whose
     supervisor was killed; each with a GPU that orphans inherit; beside a run that must not notice."""
-    other = box.start("run-ab", "child = yes\nrunaway = yes\nstranger = yes")
+    other = windowed.start("run-ab", "child = yes\nrunaway = yes\nstranger = yes")
     labels = ("trainer.pid", "child.pid", "runaway.pid", "stranger.pid")
-    beside = [box.trainer(other, label) for label in labels]
+    beside = [windowed.trainer(other, label) for label in labels]
     for turn in range(100 if soak else len(SHAPES)):
         shape = SHAPES[turn % len(SHAPES)]
         if not soak and shape in ALONE:
             continue
-        folder = box.start("run-a", f"gpu = {card}\n{shape}", gpus=[0])
-        trainer = box.trainer(folder)
+        folder = windowed.start("run-a", f"gpu = {card}\n{shape}", gpus=[0])
+        trainer = windowed.trainer(folder)
         for label in ("child", "runaway", "stranger"):
             if label in shape:
-                box.trainer(folder, f"{label}.pid")
+                windowed.trainer(folder, f"{label}.pid")
         assert trainer in holders(card)
         if "stop it" in shape:
             os.kill(trainer, signal.SIGSTOP)
         if "kill it" in shape:
             os.kill(facts(folder)["state"]["supervisor"]["pid"], signal.SIGKILL)
         group = facts(folder)["state"]["cgroup"]
-        code, reply = box.stop("run-a", grace=20 if shape in SHAPES[2:4] else 0.3)
+        code, reply = windowed.stop("run-a", grace=20 if shape in SHAPES[2:4] else 0.3)
         assert (code, reply["survivors"], reply["gpu"]["held"]) == (0, [], []), (shape, reply)
         assert reply["gpu"]["checked"] and reply["gpu"]["back"]
         assert carriers(folder.name) == holders(card) == [], shape
         assert group is None or not Path(group).exists()
         if (folder / "stranger.pid").exists():
-            assert not exists(box.trainer(folder, "stranger.pid"))
+            assert not exists(windowed.trainer(folder, "stranger.pid"))
         state = runs.run_of(reply["facts"]).state
         assert state is (RunState.LOST if "kill it" in shape else RunState.STOPPED), shape
     assert all(map(exists, beside))
-    assert box.facts("run-ab")["supervisor_alive"]
+    assert windowed.facts("run-ab")["supervisor_alive"]
     sessions = subprocess.run(["tmux", "-L", "dflash", "ls"], capture_output=True, check=True).stdout
     assert b"dflash-run-ab:" in sessions
 
