@@ -36,13 +36,21 @@ def nursery(_nursery: Nursery) -> Iterator[Nursery]:
     _nursery.clear()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> Iterator[int]:
     """torch on one thread: for tiny matrices a second one is of no use, and on a busy machine it is waited for."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    yield before
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def all_threads(_threads: int) -> Iterator[None]:
+    """As many threads as torch takes by itself, for what must hold with them."""
+    torch.set_num_threads(_threads)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

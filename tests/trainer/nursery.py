@@ -3,8 +3,8 @@
     trainer = nursery.start("train", config, run)
     trainer.kill()
 
-What differs from `python -m trainer` is that the imports are done when it begins. That a process which does them itself
-is no other is proved by tests/ops/test_train.py and test_main.py.
+What differs from `python -m trainer` is that the imports are done when it begins, and the repair of torch. That a
+process which does both itself is no other is proved by tests/ops/test_train.py and test_main.py.
 """
 
 import json
@@ -20,13 +20,22 @@ from pathlib import Path
 MAIN = "from trainer.__main__ import leave, main\nleave(main())"
 
 _PROGRAM = """
-import ctypes, gc, json, os, signal, sys
+import ctypes, gc, json, os, signal, sys, time
 
 gc.disable()
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
 import trainer.export, trainer.prepare, trainer.train
+from trainer.threads import make_torch_thread_safe
+
+# What each would do first, of itself: a thousand regular expressions, and torch's own code compiled anew.
+get_checkpoint_conversion_mapping("llama")
+make_torch_thread_safe()
+while len(os.listdir("/proc/self/task")) > 1:  # the kernel has a thread that was joined a moment longer
+    time.sleep(0.001)
+gc.freeze()  # a look for garbage would copy all that is shared
 
 def become(words, code, log, environment):
     gc.enable()
@@ -45,7 +54,7 @@ for line in sys.stdin:
         print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
         continue
     child = os.fork()
-    if child == 0:  # no thread runs yet and torch has computed nothing, so there is nothing that a fork could break
+    if child == 0:  # no thread runs and torch has computed nothing, so there is nothing that a fork could break
         os.setsid()
         become(*asked)
         sys.exit()

@@ -19,8 +19,6 @@ from trainer.masks import document_mask
 from trainer.speed import LONGEST, SHORTEST, Times, alternating, counted, packed_lengths
 from trainer.warm import BatchShape, made_up_batch, made_up_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("layout", ["shared", "two drafters"])
 def test_it_tells_speed_share_and_reason(tiny_folder: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:

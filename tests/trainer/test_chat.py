@@ -11,8 +11,6 @@ from trainer.documents import documents_from
 from trainer.target import TargetModel
 from trainer.turns import first_prompt, read_dialogues
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
 
 

@@ -21,13 +21,11 @@ from trainer.speculate import Comparison, Decoded, decode_speculative
 from trainer.stream import GREEN
 from trainer.turns import Dialogue, ask, first_prompt, read_dialogues, said_before_answers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A command line for a random drafter of a random target, with three conversations."""
-    target = tiny_target()
+    target = tiny_target(layers=4)
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     torch.manual_seed(0)
@@ -69,7 +67,7 @@ def test_nothing_measured_is_none_and_no_error() -> None:
 
 
 def test_the_prompt_is_all_before_the_last_answer(words: list[str], tmp_path: Path) -> None:
-    target = tiny_target()
+    target = tiny_target(layers=4)
     dialogues = read_dialogues(tmp_path / "data.jsonl", 2)
     assert [dialogue.id for dialogue in dialogues] == ["row-0", "row-1"]
     said = target.tokenizer.decode(first_prompt(dialogues[1], target))
@@ -117,7 +115,7 @@ def test_bad_input_is_one_line(
 def test_of_a_run_the_best_checkpoint_is_decoded_with(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    model, run = drafter_for(tiny_target(), block=4), tmp_path / "run"
+    model, run = drafter_for(tiny_target(layers=4), block=4), tmp_path / "run"
     for step, score in enumerate([Score(3.0, "decoded"), None], start=1):
         save_checkpoint(
             run / "checkpoints", model, make_optimizer(model, lr=1e-3, weight_decay=0.0), at(step), keep=1, score=score
@@ -158,7 +156,7 @@ def test_a_template_that_refuses_the_prompt_is_one_line(
 def test_a_drafter_of_another_target_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, int]
 ) -> None:
-    model = drafter_for(tiny_target(**changes), block=4)
+    model = drafter_for(tiny_target(**{"layers": 4, **changes}), block=4)
     save_drafter(tmp_path / "drafter", model)
     assert main(words) == 1
     assert "made for another target" in capsys.readouterr().err
@@ -175,7 +173,7 @@ def test_a_drafter_of_another_target_is_refused(
 def test_a_drafter_of_another_scale_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: float, reason: str | None
 ) -> None:
-    model = drafter_for(tiny_target(), block=4)
+    model = drafter_for(tiny_target(layers=4), block=4)
     save_drafter(tmp_path / "drafter", model, replace(model.config, **{name: value}))
     assert main([*words, "--prompts", "1"]) == (1 if reason else 0)
     assert reason is None or reason in capsys.readouterr().err
@@ -225,7 +223,7 @@ def test_without_comparison_nothing_is_decoded_plainly(words: list[str], monkeyp
 
 
 def test_every_turn_is_answered_behind_the_model_s_own_answers() -> None:
-    target = tiny_target()
+    target = tiny_target(layers=4)
     talk = [("user", "one"), ("assistant", "THEIRS"), ("user", "two"), ("assistant", "THEIRS TOO")]
     record = {"messages": [{"role": role, "content": content} for role, content in talk]}
     dialogue = Dialogue("a", "here:1", said_before_answers(record, "all"))
@@ -282,7 +280,7 @@ def test_what_is_no_prompt_is_refused(record: dict[str, Any], turns: Any, reason
 
 
 def test_turns_without_room_are_left_out_and_counted() -> None:
-    target = tiny_target(max_position_embeddings=160)
+    target = tiny_target(layers=4, max_position_embeddings=160)
     dialogues = [Dialogue("a", "here:1", tuple([{"role": "user", "content": f"question {n}"}] for n in range(5)))]
     drafter = drafter_for(target, block=4)
     rows = list(measure(target, drafter, dialogues, Way(limit=8)))
@@ -296,7 +294,7 @@ def test_turns_without_room_are_left_out_and_counted() -> None:
 
 def test_behind_a_turn_that_was_left_out_none_is_answered() -> None:
     """Though a template that drops old turns made room again: it would follow words without an answer."""
-    target, room = tiny_target(), iter([True, False, True])
+    target, room = tiny_target(layers=4), iter([True, False, True])
     dialogue = Dialogue("a", "here:1", tuple([{"role": "user", "content": f"{n}"}] for n in range(3)))
     answer = Decoded([40, 2], [], [], [False] * 2, [1], 1.0)
     asked = list(ask(dialogue, target, lambda prompt: answer, lambda prompt: next(room)))
@@ -377,7 +375,7 @@ def test_answers_at_a_temperature_are_drawn_by_the_seed_and_not_compared(
 
 
 def test_a_conversation_s_draws_do_not_depend_on_the_others(tmp_path: Path) -> None:
-    target = tiny_target()
+    target = tiny_target(layers=4)
     torch.manual_seed(0)
     drafter = drafter_for(target, block=4)
     dialogues = [Dialogue(f"{n}", "here", ([{"role": "user", "content": f"say {n}"}],)) for n in range(2)]

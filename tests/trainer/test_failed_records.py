@@ -11,8 +11,6 @@ from trainer.journal import Journal
 from trainer.records import RunDir, checkpoint_name
 from trainer.train import stalled, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("raised", "said"),

@@ -23,8 +23,6 @@ from trainer.refused import check_config
 from trainer.speculate import compare, decode_plain, decode_speculative
 from trainer.target import TargetError, TargetModel, load_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LAYERS = (2, 0)
 """Captured, in this order."""
 

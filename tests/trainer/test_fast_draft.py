@@ -32,8 +32,6 @@ from trainer.threads import make_torch_thread_safe
 from trainer.update import Weight, adamw, update_weights
 from trainer.warm import BatchShape, compile_all
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 
 

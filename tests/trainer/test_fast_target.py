@@ -17,8 +17,6 @@ from trainer.refused import TargetError
 from trainer.target import TargetModel
 from trainer.warm import BatchShape, warm_up_targets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LAYERS = (1, 4)
 NEAR = {"rtol": 1e-3, "atol": 1e-5}  # transformers' norm is in float32, whatever it gets
 

@@ -20,8 +20,6 @@ from trainer.sampling import BITS, Choose, drawn, greedy, key_of, sampling, unif
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def some_prompts(target: TargetModel, count: int, longest: int = 90) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)

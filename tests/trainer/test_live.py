@@ -28,11 +28,9 @@ from trainer.start import TrainingError
 from trainer.target import TargetModel, load_target
 from trainer.train import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
-STEPS = {"train__steps": 60, "train__checkpoint_every": 20, "train__keep": 9, "train__lr": 1e-2, "train__anchors": 16}
-DECODING = {"train__decode_every": 40, "train__decode_prompts": 3, "train__decode_tokens": 24}
+STEPS = {"train__steps": 30, "train__checkpoint_every": 10, "train__keep": 9, "train__lr": 1e-2, "train__anchors": 16}
+DECODING = {"train__decode_every": 20, "train__decode_prompts": 3, "train__decode_tokens": 24}
 FIELDS = {"decoded_accept", "decoded_accept_micro", "decoded_histogram"}
 
 
@@ -44,22 +42,23 @@ def own_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target.tokenizer.save_pretrained(folder / "target")
     rows: list[dict[str, Any]] = []
     for number in range(40):
+        if len(rows) == 4:
+            break
         messages = [{"role": "user", "content": f"say {number * number}"}]
         answer = decode_plain(target, prompt_tokens(target.tokenizer, messages), 32).tokens
         if min(answer) > 3:  # no special token, which would not be text
             messages.append({"role": "assistant", "content": target.tokenizer.decode(answer)})
             rows.append({"messages": messages})
-    assert len(rows) >= 4
-    write_jsonl(folder / "train.jsonl", rows[:4])
-    write_jsonl(folder / "heldout.jsonl", rows[:4])
+    assert len(rows) == 4
+    write_jsonl(folder / "train.jsonl", rows)
+    write_jsonl(folder / "heldout.jsonl", rows)
     return folder
 
 
 @pytest.fixture(scope="module")
 def decoded_run(own_answers: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A training that decodes after steps 40 and 60; tests only read it."""
+    """A training that decodes after steps 20 and 30; tests only read it."""
     run, lines = tmp_path_factory.mktemp("decoded"), list[str]()
-    torch.set_num_threads(1)
     train(config_of(own_answers, **STEPS, **DECODING), run, say=lines.append)
     return run, lines
 
@@ -73,9 +72,9 @@ def test_a_training_that_decodes_is_the_same_training(
 ) -> None:
     run, _ = decoded_run
     train(config_of(own_answers, **STEPS), tmp_path, say=silent)
-    assert [r.step for r in metrics_of(run) if r.decoded_accept is not None] == [40, 60]
+    assert [r.step for r in metrics_of(run) if r.decoded_accept is not None] == [20, 30]
     assert without_decoding(metrics_of(run)) == without_decoding(metrics_of(tmp_path))
-    for step in (20, 40, 60):
+    for step in (10, 20, 30):
         assert_same_weights(run, tmp_path, step)
 
 
@@ -83,11 +82,11 @@ def test_a_resumed_training_decodes_the_same(
     decoded_run: tuple[Path, list[str]], own_answers: Path, tmp_path: Path
 ) -> None:
     run, _ = decoded_run
-    config, part = config_of(own_answers, **STEPS, **DECODING), StopAfter(47)
+    config, part = config_of(own_answers, **STEPS, **DECODING), StopAfter(23)
     assert train(config, tmp_path, stop=part.event, say=part) == "stopped"
     assert train(config, tmp_path, say=silent) == "finished"
     assert figures(metrics_of(tmp_path)) == figures(metrics_of(run))
-    assert_same_weights(run, tmp_path, 60)
+    assert_same_weights(run, tmp_path, 30)
 
 
 def test_what_is_recorded_is_what_the_checkpoint_s_drafter_does(
@@ -96,7 +95,7 @@ def test_what_is_recorded_is_what_the_checkpoint_s_drafter_does(
     run, lines = decoded_run
     target = load_target(own_answers / "target")
     rows = [json.loads(line) for line in (own_answers / "heldout.jsonl").read_text().splitlines()[:3]]
-    for record in (record for record in metrics_of(run) if record.step in (40, 60)):
+    for record in (record for record in metrics_of(run) if record.step in (20, 30)):
         drafter, _ = load_drafter(run / f"checkpoints/step-{record.step:08d}", "cpu", torch.float32)
         answers: list[list[int]] = []
         for row in rows:
@@ -112,7 +111,7 @@ def test_what_is_recorded_is_what_the_checkpoint_s_drafter_does(
     assert status_of(run).decoded_accept == last.decoded_accept
     bars = " ".join(f"{tau}:{count}" for tau, count in (last.decoded_histogram or {}).items())
     told = f" | decoded {last.decoded_accept:.2f} a cycle, micro {last.decoded_accept_micro:.2f} ({bars})"
-    assert [line for line in lines if line.startswith("step 60/60") and line.endswith(told)]
+    assert [line for line in lines if line.startswith("step 30/30") and line.endswith(told)]
 
 
 def test_the_best_checkpoint_is_the_one_that_decodes_best(decoded_run: tuple[Path, list[str]]) -> None:
@@ -131,7 +130,7 @@ def test_tensorboard_draws_what_was_decoded(decoded_run: tuple[Path, list[str]])
     assert shown["decoded/acceptance"] == [(r.step, pytest.approx(r.decoded_accept)) for r in records]
     assert shown["decoded/acceptance_micro"] == [(r.step, pytest.approx(r.decoded_accept_micro)) for r in records]
     shares = {tag: dict(values) for tag, values in shown.items() if tag.startswith("decoded_cycles/")}
-    assert sum(values.get(60, 0.0) for values in shares.values()) == pytest.approx(1.0)
+    assert sum(values.get(30, 0.0) for values in shares.values()) == pytest.approx(1.0)
 
 
 def test_a_score_is_what_was_decoded_before_what_was_walked() -> None:
@@ -144,7 +143,7 @@ def test_a_score_is_what_was_decoded_before_what_was_walked() -> None:
 
 
 def test_what_is_decoded_is_saved_with_its_score_though_no_checkpoint_is_due(own_answers: Path, tmp_path: Path) -> None:
-    changes = {**DECODING, "train__decode_every": 3, "train__checkpoint_every": 5}
+    changes = {**DECODING, "train__decode_every": 3, "train__decode_tokens": 6, "train__checkpoint_every": 5}
     train(config_of(own_answers, train__steps=7, train__keep=9, **changes), tmp_path, say=silent)
     decoded = {r.step: r.decoded_accept for r in metrics_of(tmp_path) if r.decoded_accept is not None}
     assert list(decoded) == [3, 6, 7]
@@ -271,7 +270,7 @@ def test_two_threads_may_run_the_target_at_once(family: str, soak: bool) -> None
     try:
         while passes == 0:
             assert beside.is_alive()
-        for _ in range(60 if soak else 2):
+        for _ in range(60 if soak else 1):
             assert decoder.measure(threading.Event()) == wanted
             assert [decode_speculative(target, drafter, prompt, 10).tokens for prompt in prompts] == answers
     finally:

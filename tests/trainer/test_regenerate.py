@@ -31,15 +31,22 @@ from trainer.sampling import greedy
 from trainer.speculate import decode_plain
 from trainer.target import TargetError, TargetModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+
+def saved_as(folder: Path, target: TargetModel) -> Path:
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target, folder = talkative(), tmp_path_factory.mktemp("regenerate") / "target"
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return folder
+    return saved_as(tmp_path_factory.mktemp("regenerate") / "target", talkative(seed=2, layers=3))
+
+
+@pytest.fixture(scope="module")
+def other_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slower, but with the answers that these few prompts are for."""
+    return saved_as(tmp_path_factory.mktemp("regenerate") / "target", talkative())
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -703,11 +710,11 @@ def test_samples_of_prompts_cut_by_the_time_are_gone_on_with(
 
 
 def test_no_row_of_all_tells_what_became_of_them_and_promises_nothing(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other_saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", questions(4))))
     with pytest.raises(ValueError, match=r"no row for \S+: prompts 4, answered 4, answer_tokens \d+, unfinished 4$"):
-        run(saved, tmp_path / "out.jsonl", "--max-new-tokens", "1", "--min-new-tokens", "1", prompts=prompts)
+        run(other_saved, tmp_path / "out.jsonl", "--max-new-tokens", "1", "--min-new-tokens", "1", prompts=prompts)
     said = capsys.readouterr().err
     assert "the same command would end as this one" in said and "goes on" not in said
 
@@ -742,12 +749,12 @@ def test_no_file_of_another_s_is_replaced(saved: Path, tmp_path: Path, which: st
 
 
 def test_a_kill_between_two_files_is_gone_on_from(
-    saved: Path, tmp_path: Path, late_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, soak: bool
+    other_saved: Path, tmp_path: Path, late_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
     prompts = ("--data", str(write_rows(tmp_path / "data.jsonl", dialogues(30))))
     more = ("--heldout", "1", str(tmp_path / "held.jsonl"))
     late_after(10**6)
-    whole = run(saved, tmp_path / "whole.jsonl", prompts=prompts)
+    whole = run(other_saved, tmp_path / "whole.jsonl", prompts=prompts)
     for place in range(3) if soak else (1,):  # of the origin and two files
         out = tmp_path / "out.jsonl"
         for limit in (LIMIT, []):
@@ -762,11 +769,11 @@ def test_a_kill_between_two_files_is_gone_on_from(
 
             with monkeypatch.context() as patch, pytest.raises(Broken):
                 patch.setattr(Path, "replace", dying)
-                run(saved, out, *more, *limit, prompts=prompts)
+                run(other_saved, out, *more, *limit, prompts=prompts)
             late_after(5)
             if limit:
-                run(saved, out, *more, *limit, prompts=prompts)
-        rest = run(saved, out, *more, prompts=prompts)
+                run(other_saved, out, *more, *limit, prompts=prompts)
+        rest = run(other_saved, out, *more, prompts=prompts)
         assert rows_of(tmp_path / "held.jsonl") + rest == whole and origin_of(out)["complete"] is True
         for path in tmp_path.glob("out*"):
             path.unlink()

@@ -20,8 +20,6 @@ from trainer.learner import Learner, features_of
 from trainer.replicas import Replicas
 from trainer.target import TargetModel, load_target
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def target(tiny_folder: Path) -> TargetModel:

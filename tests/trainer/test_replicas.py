@@ -32,7 +32,6 @@ from trainer.target import TargetModel, load_target
 
 CPU = torch.device("cpu")
 PADDING = make_row(0, [], 24)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

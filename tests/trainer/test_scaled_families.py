@@ -27,8 +27,6 @@ from trainer.optim import make_optimizer
 from trainer.speculate import decode_speculative
 from trainer.target import TargetModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BLOCK, LAYERS, MASK, GAMMA = 4, (0, 2), 99, 2.0
 FAMILIES = ["granite", "gemma3_text", "cohere2"]
 

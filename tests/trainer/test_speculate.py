@@ -20,8 +20,6 @@ from trainer.speculate import Decoded, compare, decode_plain, decode_speculative
 from trainer.target import TargetModel
 from trainer.turns import read_dialogues
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEVER: frozenset[int] = frozenset()
 DEMO = Path(dflash_ops.__file__).parent / "demo"
 
@@ -64,7 +62,7 @@ def test_decoding_through_a_drafter_equals_plain_decoding(family: str, block_siz
     target = tiny_target(family)
     torch.manual_seed(1)
     drafter = drafter_for(target, layers=2, block=block_size)
-    for prompt in prompts_of(target, 20 if soak else 6):
+    for prompt in prompts_of(target, 20 if soak else 2):
         plain = decode_plain(target, prompt, 24)
         ours = decode_speculative(target, drafter, prompt, 24)
         result = compare(
@@ -239,7 +237,7 @@ def test_an_answer_that_stops_at_another_place_is_wrong(ours: list[int], plain: 
 
 @pytest.mark.timeout(300)  # with --soak 40 s on an idle core
 def test_the_demo_s_drafter_on_the_real_model_gives_the_target_s_tokens(soak: bool) -> None:
-    target, count = real_target(), 20 if soak else 2
+    target, count = real_target(), 20 if soak else 1
     drafter, _ = load_drafter(DEMO / "drafter", "cpu", torch.float32)
     dialogues = read_dialogues(DEMO / "heldout.jsonl", count)
     figures = summary(list(measure(target, drafter, dialogues, Way(limit=12))))

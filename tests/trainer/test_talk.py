@@ -1,22 +1,19 @@
 """`python -m trainer chat`: a talk's memory, what is shown of an answer, and the real command on a real terminal."""
 
 import contextlib
-import fcntl
 import io
 import os
 import pty
 import re
 import select
-import signal
-import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from nursery import Nursery
 from tiny_checkpoints import save_drafter
 from tiny_targets import drafter_for, tiny_target
 from torch import Tensor
@@ -27,8 +24,6 @@ from trainer.speculate import decode_plain
 from trainer.stream import GREEN, RESET
 from trainer.talk import Talk, TooLong
 from trainer.target import TargetModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def talk_of(limit: int = 8, system: str | None = None, block: int = 4, **changes: int) -> tuple[Talk, TargetModel]:
@@ -183,28 +178,31 @@ def test_nothing_to_answer_is_one_line(
     assert said.out == "" and said.err.count("\n") == 1 and reason in said.err
 
 
+ON_A_TERMINAL = """
+import os, signal, sys
+
+terminal = os.open(sys.argv.pop(1), os.O_RDWR)  # the first one that a session opens is its own: Ctrl-C there ends it
+for number in range(3):
+    os.dup2(terminal, number)
+sys.stdin = open(0, encoding="utf-8")
+sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1) for number in (1, 2))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from trainer.__main__ import leave, main
+leave(main())
+"""
+
+
 class Terminal:
-    """A program on a terminal of its own."""
+    """A trainer on a terminal of its own."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, nursery: Nursery, words: list[str]) -> None:
         ours, theirs = pty.openpty()
-
-        def prepare() -> None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # where Ctrl-C is typed, the program gets it
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as tests may be, ignores it
-            os.close(ours)
-
         self._end, self.seen = ours, ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", *words],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "INPUTRC": "/dev/null", "PYTHONIOENCODING": "utf-8"},
-            preexec_fn=prepare,
-        )
-        os.close(theirs)
+        self.process = nursery.start(os.ttyname(theirs), *words, code=ON_A_TERMINAL)
+        try:
+            self.seen = os.read(self._end, 4096).decode() if select.select([ours], [], [], 60)[0] else ""
+        finally:
+            os.close(theirs)  # now the trainer alone has it open, and its end is the end of what is read
 
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
@@ -234,9 +232,6 @@ class Terminal:
         raise AssertionError(f"Ctrl-C brings no {pattern!r}")
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
         os.close(self._end)
 
 
@@ -245,10 +240,12 @@ def rendered(shown: str) -> str:
     return shown.replace("\r", "").replace(GREEN, "⟦").replace(RESET, "⟧")
 
 
-def test_a_talk_on_a_terminal(words: list[str]) -> None:
+def test_a_talk_on_a_terminal(words: list[str], nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers, one of them cut by Ctrl-C, a Ctrl-C at the prompt, and Ctrl-D."""
     program = [*words, "--max-new-tokens", "900", "--temperature", "0.7"]
-    terminal = Terminal(program)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("INPUTRC", "/dev/null")
+    terminal = Terminal(nursery, program)
     try:
         assert "green is what the drafter gave" in terminal.until(r"> ")
         terminal.type("hello\n")
@@ -265,6 +262,6 @@ def test_a_talk_on_a_terminal(words: list[str]) -> None:
         terminal.until(r"stopped\]")
         terminal.until(r"> ")
         terminal.type("\x04")
-        assert terminal.process.wait(30) == 0
+        assert terminal.process.wait() == 0
     finally:
         terminal.close()

@@ -34,9 +34,9 @@ from trainer.train import TrainingError, train
 
 @pytest.mark.parametrize("loss", ["d-pace", "exp-decay"])
 def test_a_tiny_target_memorises_eight_sequences(loss: str, tiny_folder: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "eight.jsonl", conversations(8, words=4))
-    changes = {"train__steps": 100, "train__rows_per_step": 8, "train__anchors": 24, "train__lr": 1e-2}
-    changes |= {"draft__layers": 2, "data__row_tokens": 64, "train__checkpoint_every": 1000, "train__log_every": 50}
+    data = write_jsonl(tmp_path / "eight.jsonl", conversations(8, words=2))
+    changes = {"train__steps": 80, "train__rows_per_step": 8, "train__anchors": 12, "train__lr": 2e-2}
+    changes |= {"draft__layers": 2, "data__row_tokens": 48, "train__checkpoint_every": 1000, "train__log_every": 50}
     text = tiny_toml(tiny_folder / "target", data, train__loss=loss, **changes)
     assert train(load(text.encode()), tmp_path / "run", say=silent) == "finished"
     status = status_of(tmp_path / "run")
@@ -116,7 +116,7 @@ def test_the_records_say_what_was_done(tiny_folder: Path, tmp_path: Path) -> Non
 
 
 def test_the_same_config_gives_the_same_weights_whatever_the_threads_do(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_threads: None
 ) -> None:
     config = config_of(tiny_folder, train__steps=12, train__eval_every=5)
     train(config, tmp_path / "one", say=silent)
@@ -142,7 +142,9 @@ def test_another_seed_gives_other_losses(tiny_folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("into", ["the same run", "a new run"])
-def test_a_stopped_training_resumes_bit_for_bit(into: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_stopped_training_resumes_bit_for_bit(
+    into: str, tiny_folder: Path, tmp_path: Path, all_threads: None
+) -> None:
     config = config_of(tiny_folder, train__steps=14, train__eval_every=4, train__micro_rows=1)
     train(config, tmp_path / "whole", say=silent)
 
@@ -234,6 +236,7 @@ def test_init_from_starts_with_a_drafters_weights(tiny_folder: Path, tmp_path: P
     train(config, tmp_path / "first", say=silent)
     model, _ = load_drafter(RunDir(tmp_path / "first").checkpoints / checkpoint_name(30), "cpu", torch.float32)
     save_drafter(tmp_path / "drafter", model)
+    config = config_of(tiny_folder, train__steps=1, train__lr=5e-3)
     train(config, tmp_path / "second", init_from=tmp_path / "drafter", say=silent)
     first, second = metrics_of(tmp_path / "first"), metrics_of(tmp_path / "second")
     assert second[0].step == 1 and second[0].loss < first[0].loss - 1

@@ -23,7 +23,6 @@ from trainer.replicas import Replicas
 from trainer.target import TargetModel, load_target
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

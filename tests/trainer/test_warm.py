@@ -30,8 +30,6 @@ CPU = torch.device("cpu")
 SHAPE = BatchShape(rows=2, row_tokens=24, anchors=5, dtype=torch.float32, teacher=False)
 DRAFT = replace(CONFIG, num_layers=1, layer_types=CONFIG.layer_types[:1])
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_compiler() -> Iterator[None]:

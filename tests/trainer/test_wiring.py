@@ -21,8 +21,6 @@ from trainer.tally import Step, Tally
 from trainer.target import TargetModel
 from trainer.train import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Given:
     """What the parts of a training were given."""

@@ -59,9 +59,9 @@ def tiny_target(family: str = "llama", seed: int = 0, layers: int = 6, **changes
     return TargetModel(model, tokenizer)
 
 
-def talkative(seed: int = 0) -> TargetModel:
+def talkative(seed: int = 0, layers: int = 6) -> TargetModel:
     """A tiny target whose turns end, at random's whim: often by the template's own end token, and by some others."""
-    target = tiny_target(seed=seed)
+    target = tiny_target(seed=seed, layers=layers)
     target.head_weight[2] *= 2  # its logits are spread wider, so that it is the best more often
     target.model.generation_config.eos_token_id = [2, *range(4, target.config.vocab_size, 12)]
     return target
