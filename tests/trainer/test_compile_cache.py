@@ -2,13 +2,12 @@
 
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from nursery import Nursery
 
 from trainer import compile_cache
 from trainer.compile_cache import COMPILED, INDUCTOR, TRITON, key, prune, shared_root, use_compile_cache
@@ -65,13 +64,23 @@ def test_what_the_user_has_set_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert use_compile_cache(silent) == shared_root() / key() and os.environ[TRITON] == str(tmp_path / "too")
 
 
-def test_what_torch_itself_has_set_does_not(tmp_path: Path) -> None:
+INDUCTOR_FIRST = """
+import os
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from trainer.compile_cache import use_compile_cache
+
+own = cache_dir()
+assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own
+use_compile_cache(print)
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+def test_what_torch_itself_has_set_does_not(nursery: Nursery) -> None:
     """Inductor writes its own choice into the environment when it is imported, which may be long before."""
-    words = "import torch._inductor.config, os; from trainer.compile_cache import use_compile_cache; "
-    words += "use_compile_cache(print); print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
-    env = {name: value for name, value in os.environ.items() if name not in (INDUCTOR, TRITON)}
-    ended = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, timeout=60)
-    assert ended.stdout.strip() == str(shared_root() / key() / "inductor"), ended.stderr
+    ended = nursery.start(code=INDUCTOR_FIRST)
+    assert ended.wait() == 0, ended.said()
+    assert ended.said().strip() == str(shared_root() / key() / "inductor")
 
 
 def test_without_a_shared_folder_it_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,18 +174,38 @@ def test_what_is_not_right_is_a_fault(what: str, tmp_path: Path) -> None:
     assert told in "; ".join(all_faults(folder, probe, "hf"))
 
 
+# A process that forgets the trainer is as fresh as one that never knew it, and need not import transformers.
+ALONE = """
+import os, runpy, sys
+import transformers.dynamic_module_utils
+
+transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only what is said on stdout counts
+for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
+    del sys.modules[name]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_modelling_file_that_needs_the_trainer_is_found_by_the_fresh_process_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nursery: Nursery
 ) -> None:
     wrong = tmp_path / "dflash.py"
     wrong.write_text(MODELLING.read_text().replace("import torch\n", "import torch\nimport trainer.draft\n", 1))
     monkeypatch.setattr(module, "MODELLING", wrong)
-    real, run = module._faults_of, list[str]()
+    run: list[str] = []
 
     def without_the_other(words: list[str], environment: Mapping[str, str]) -> list[str]:
         run.append(words[1])
-        # The trainer's own process takes seconds and has nothing to find here.
-        return [] if words[1] == "trainer.readback" else real(words, environment)
+        # The trainer's own process has nothing to find here.
+        if words[1] == "trainer.readback":
+            return []
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            alone = nursery.start(*words[1:], code=ALONE)
+        return alone.said().splitlines() if alone.wait() else []
 
     monkeypatch.setattr(module, "_faults_of", without_the_other)
     folder = saved(tmp_path / "drafter")

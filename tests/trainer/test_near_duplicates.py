@@ -86,7 +86,7 @@ def test_hardly_a_pair_is_missed_and_none_is_made_up(soak: bool) -> None:
     """Where all texts share the half, as those of one kind do, so that many have a band in common."""
     draw = random.Random(1)
     stem = draw.choices(WORDS, k=40)
-    texts = [[*stem, *draw.choices(WORDS, k=20)] for _ in range(1000 if soak else 300)]
+    texts = [[*stem, *draw.choices(WORDS, k=20)] for _ in range(1000 if soak else 100)]
     near = NearDuplicates(0.8)
     assert all(near.add(" ".join(text)) for text in texts)
     missed = 0
@@ -110,7 +110,7 @@ def test_the_same_text_is_found_however_many_are_like_it() -> None:
     """Texts of one template, more than are looked at in a band: each is then hid from MinHash by the newer ones."""
     draw = random.Random(5)
     stem = draw.choices(WORDS, k=80)
-    texts = [" ".join([word, *stem]) for word in draw.sample(WORDS, 3 * WALK)]
+    texts = [" ".join([word, *stem]) for word in draw.sample(WORDS, 2 * WALK)]
     near = NearDuplicates(0.98)
     assert all(near.add(text) for text in texts)
     assert not any(near.add(text) for text in texts)

@@ -2,10 +2,7 @@
 
 import contextlib
 import math
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import torch.fx._symbolic_trace as symbolic_trace
 import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.fx.traceback as traceback
+from nursery import Nursery
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
@@ -238,10 +236,8 @@ os._exit(0)
 """
 
 
-def test_autograds_own_threads_see_the_state_of_the_thread_they_work_for() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_AUTOGRADS_THREADS], capture_output=True, text=True, cwd=root, timeout=100
-    )
+def test_autograds_own_threads_see_the_state_of_the_thread_they_work_for(nursery: Nursery) -> None:
+    done = nursery.start(code=IN_AUTOGRADS_THREADS)
+    done.wait()
     plain, traced = [(False, False, False), (True, False, False)], [(False, True, True), (True, True, True)]
-    assert done.stdout.strip() == f"{plain} {traced} True", done.stderr
+    assert done.said().strip() == f"{plain} {traced} True"
