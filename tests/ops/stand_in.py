@@ -18,6 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import forked
+
 from dflash_ops.remote import bundle, cgroups, processes, rundir
 
 TRAINER = r"""
@@ -157,7 +159,8 @@ def make_release(path: Path) -> Path:
 def call(verb: str, parameters: dict[str, Any], *, prefix: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
     """Runs a remote script here; its exit code and its answer. Without a prefix in a process that is forked from one
     which has Python loaded: to begin it anew and compile the script takes longer than most of them."""
-    done = call_bytes(verb, parameters, prefix=prefix) if prefix else _call_forked(verb, parameters)
+    can_be_forked = not prefix and forked.can_be(os.environ)
+    done = _call_forked(verb, parameters) if can_be_forked else call_bytes(verb, parameters, prefix=prefix)
     assert done.stdout.strip(), done.stderr.decode()
     return done.returncode, json.loads(done.stdout.strip().split(b"\n")[-1])  # before it: signs of life
 
