@@ -156,7 +156,7 @@ def warm(
     """Fill the compile cache with what a training with this config runs, so that its start need not compile.
 
     It holds the GPUs meanwhile, and says what each start saves from now on."""
-    from dflash_ops import environment, runs
+    from dflash_ops import environment, run_request
 
     try:
         text = config.read_text(encoding="utf-8", errors="surrogateescape")
@@ -171,7 +171,7 @@ def warm(
             text,
             str(config),
             settings=tuple(settings or ()),
-            gpus=runs.parse_gpus(gpus, at.place),
+            gpus=run_request.parse_gpus(gpus, at.place),
             release=release,
             progress=at.way,
         )

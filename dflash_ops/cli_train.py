@@ -95,18 +95,18 @@ def start(
     wait: Wait = False,
 ) -> None:
     """Start a run, supervised in the container; a tmux session there shows it."""
-    from dflash_ops import runs, train
+    from dflash_ops import run_request, train
 
-    runs.check_name(name)
+    run_request.check_name(name)
     _one_document(there.as_json, follow)
     text, env = _text(config), _environment(env_file)
 
     def begin(at: "At[Container]") -> "Started":
-        request = runs.StartRequest(
+        request = run_request.StartRequest(
             name=name,
             config=text,
             config_name=str(config),
-            gpus=runs.parse_gpus(gpus, at.place),
+            gpus=run_request.parse_gpus(gpus, at.place),
             settings=tuple(settings or ()),
             env=env,
             resume=resume,
@@ -114,8 +114,8 @@ def start(
             release=release,
             client=os.uname().nodename,
             restart=restarts,
-            stall_minutes=runs.STALL_MINUTES if stall_minutes is None else stall_minutes,
-            notify=tuple(map(runs.check_url, notify)) if notify else None,
+            stall_minutes=run_request.STALL_MINUTES if stall_minutes is None else stall_minutes,
+            notify=tuple(map(run_request.check_url, notify)) if notify else None,
             share_gpus=share_gpus,
         )
         return train.start(at.shell, at.place, request, on_wait=at.on_wait)
@@ -147,24 +147,24 @@ def restart(
     """
     from dataclasses import replace
 
-    from dflash_ops import render_runs, runs, train
+    from dflash_ops import render_runs, run_request, train
     from dflash_ops.stops import Stopped
 
     _one_document(there.as_json, follow)
     env = _environment(env_file)
 
     def again(at: "At[Container]") -> "Started":
-        def changes(request: runs.StartRequest) -> runs.StartRequest:
+        def changes(request: run_request.StartRequest) -> run_request.StartRequest:
             return replace(
                 request,
                 settings=tuple(settings or ()),
                 env=env,
                 release=release,
-                gpus=request.gpus if gpus is None else runs.parse_gpus(gpus, at.place),
+                gpus=request.gpus if gpus is None else run_request.parse_gpus(gpus, at.place),
                 client=os.uname().nodename,
                 restart=restarts,
                 stall_minutes=stall_minutes,
-                notify=tuple(map(runs.check_url, notify)) if notify else None,
+                notify=tuple(map(run_request.check_url, notify)) if notify else None,
                 share_gpus=share_gpus,
             )
 
@@ -290,12 +290,12 @@ def _goes_on(what: str, look: str) -> str:
 
 
 def _environment(file: Path | None) -> str | None:
-    from dflash_ops import runs
+    from dflash_ops import run_request
 
     if file is None:
         return None
     text = _text(file)
-    runs.env_names(text, str(file))
+    run_request.env_names(text, str(file))
     return text
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflash_ops import gpu_locks, gpus, runs, stops
+from dflash_ops import gpu_locks, gpus, run_request, runs, stops
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import (
     BusyError,
@@ -25,7 +25,8 @@ from dflash_ops.errors import (
 )
 from dflash_ops.logs import logs
 from dflash_ops.remote.start import HOLD_SECONDS
-from dflash_ops.runs import Run, RunState, Started, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import Run, RunState, Started
 from dflash_ops.shell import Shell
 from dflash_ops.stops import Listing, SessionStopped, Stopped
 
@@ -40,13 +41,13 @@ OnWait = Callable[[str, int], None]
 def start(shell: Shell, container: Container, request: StartRequest, *, on_wait: OnWait | None = None) -> Started:
     """Starts a run. BusyError names who has the name or a GPU; ConfigError what the release's trainer refuses.
     on_wait: told what is waited for, and for how many seconds more."""
-    runs.check_name(request.name)
-    run_id = runs.new_run_id(request.name)
+    run_request.check_name(request.name)
+    run_id = run_request.new_run_id(request.name)
     uuids: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     tries_left = _TRIES
     while True:
-        command = runs.start_command(container, request, run_id, uuids=uuids)
+        command = run_request.start_command(container, request, run_id, uuids=uuids)
         try:
             result = _hear(shell, container, command, on_wait)
         except UnreachableError as error:
@@ -241,8 +242,10 @@ def _check_start(
         real = _real_gpus(shell, container, wanted) if holders else ()
         if holders and (not real or any(it.uuid in real for it in holders)):
             raise _taken(container, holders)
-    command = runs.start_command(container, request, runs.new_run_id(request.name), check_instead_of=instead_of.id)
-    runs.checked(_hear(shell, container, command, on_wait))
+    command = run_request.start_command(
+        container, request, run_request.new_run_id(request.name), check_instead_of=instead_of.id
+    )
+    run_request.checked(_hear(shell, container, command, on_wait))
 
 
 def list_runs(shell: Shell, container: Container) -> list[Run]:

@@ -39,7 +39,8 @@ from dflash_ops.errors import (
 from dflash_ops.inventory import load
 from dflash_ops.proxmox import post
 from dflash_ops.remote import since
-from dflash_ops.runs import Run, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import Run
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 

@@ -18,7 +18,8 @@ from dflash_ops import gpu_locks, gpus, train
 from dflash_ops.command import Command, Container, Host, Result
 from dflash_ops.errors import BusyError
 from dflash_ops.gpu_locks import LockHolder
-from dflash_ops.runs import Started, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import Started
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 

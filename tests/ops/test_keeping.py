@@ -28,7 +28,8 @@ from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, CancelledError, NotFoundError, OpsError, UsageFault
 from dflash_ops.remote import bundle, processes, remove, rundir
 from dflash_ops.remote.answers import Fault
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.shell import Shell
 
 

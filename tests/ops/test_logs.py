@@ -25,7 +25,8 @@ from dflash_ops import cli_runs, logs, runs, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import UsageFault
 from dflash_ops.remote import bundle, logfile
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.shell import Shell
 
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dflash_ops import cli_many, cli_train, render_runs, runs, train
+from dflash_ops import cli_many, cli_train, render_runs, run_request, runs, train
 from dflash_ops.command import Command, Container, Host, Result, line
 from dflash_ops.errors import BusyError, ConfigError, NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import answers, rundir
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.shell import Shell
 
 BOX = Container(Host("lab", "lab"), 200, gpus=(3, 1))
@@ -127,10 +128,10 @@ def test_figures_are_shown_as_far_as_there_are_any(capsys: pytest.CaptureFixture
 
 
 def test_a_url_that_can_not_be_is_not_shown() -> None:
-    assert runs.check_url("https://x/y") and runs.check_url("slack://a/b")
+    assert run_request.check_url("https://x/y") and run_request.check_url("slack://a/b")
     for wrong in ("hush", "", "https://hu sh", "://hush"):
         with pytest.raises(UsageFault) as caught:
-            runs.check_url(wrong)
+            run_request.check_url(wrong)
         assert "hu" not in str(caught.value)
     assert "hush" not in repr(StartRequest("a", "", "c", notify=("https://hush",)))
 
@@ -145,8 +146,8 @@ _moments = st.datetimes(datetime(2000, 1, 1), timezones=st.just(UTC))
 
 @given(st.from_regex(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True), _moments)
 def test_run_ids(name: str, moment: datetime) -> None:
-    assert runs.check_name(name) == name
-    run_id = runs.new_run_id(name, moment)
+    assert run_request.check_name(name) == name
+    run_id = run_request.new_run_id(name, moment)
     assert rundir.name_of(run_id) == name
     assert re.fullmatch(rf"{name}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}", run_id)
 
@@ -154,24 +155,24 @@ def test_run_ids(name: str, moment: datetime) -> None:
 @pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a b", "é", "a\n", "a" * 41, "../x", "a.b"])
 def test_bad_names(name: str) -> None:
     with pytest.raises(UsageFault):
-        runs.check_name(name)
+        run_request.check_name(name)
 
 
 def test_gpu_words() -> None:
-    assert runs.parse_gpus("all", BOX) is None
-    assert runs.parse_gpus("none", BOX) == ()
-    assert runs.parse_gpus("1,0", BOX) == (1, 0)
-    assert runs.parse_gpus("7", replace(BOX, gpus=())) == (7,)
+    assert run_request.parse_gpus("all", BOX) is None
+    assert run_request.parse_gpus("none", BOX) == ()
+    assert run_request.parse_gpus("1,0", BOX) == (1, 0)
+    assert run_request.parse_gpus("7", replace(BOX, gpus=())) == (7,)
     for wrong in ("2", "0,0", "x", "", "0,", "-1", "0 1", "²"):
         with pytest.raises(UsageFault):
-            runs.parse_gpus(wrong, BOX)
+            run_request.parse_gpus(wrong, BOX)
 
 
 @pytest.mark.parametrize("wrong", ["A=1\nhush hush", "A=1\nB=hu\0sh hush\n", "A=1\n# \0\n"])
 def test_env_names_never_show_a_value(wrong: str) -> None:
-    assert runs.env_names("A=1\n# c\n\nB_2= x y \n", "f") == ["A", "B_2"]
+    assert run_request.env_names("A=1\n# c\n\nB_2= x y \n", "f") == ["A", "B_2"]
     with pytest.raises(ConfigError) as caught:
-        runs.env_names(wrong, "secrets.env")
+        run_request.env_names(wrong, "secrets.env")
     assert "secrets.env:2" in str(caught.value) and "hush" not in str(caught.value)
     assert caught.value.next
 
@@ -207,7 +208,7 @@ def test_a_config_that_can_not_be_read(tmp_path: Path) -> None:
 
 def test_a_start_is_one_command_with_its_locks_in_the_hosts_order() -> None:
     request = StartRequest("a", "x = 1", "c.toml", env="TOKEN=hush\n")
-    command = runs.start_command(BOX, request, "a-20261129-120000-abcd")
+    command = run_request.start_command(BOX, request, "a-20261129-120000-abcd")
     text = line(BOX, command).text.decode()
     assert text.startswith("exec sh -c ") and " gpu-locks 1 3 -- lxc-attach -n 200 " in text
     assert "a-20261129-120000-abcd" in text
@@ -331,5 +332,5 @@ def test_seconds_without_end_are_refused(words: list[str]) -> None:
 @pytest.mark.parametrize("wrong", ["https://user:hush@x/y", "https://hush@x", "https:///hush", "https://x:hush/"])
 def test_a_webhook_that_can_not_be_sent_to_is_refused_and_not_shown(wrong: str) -> None:
     with pytest.raises(UsageFault) as caught:
-        runs.check_url(wrong)
+        run_request.check_url(wrong)
     assert "hush" not in str(caught.value) and "--notify" in caught.value.next

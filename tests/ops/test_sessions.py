@@ -13,7 +13,8 @@ from stand_in import retry_until
 from dflash_ops import progress, render_runs, stops, train
 from dflash_ops.command import Command, Container
 from dflash_ops.errors import BusyError, NotFoundError, OpsError
-from dflash_ops.runs import RunProcess, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunProcess
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 

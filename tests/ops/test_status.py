@@ -13,7 +13,7 @@ from stand_in import retry_until
 from dflash_ops import gpu_join, gpus, train
 from dflash_ops.command import Command
 from dflash_ops.inventory import load
-from dflash_ops.runs import StartRequest
+from dflash_ops.run_request import StartRequest
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 

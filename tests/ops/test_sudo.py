@@ -16,7 +16,8 @@ from dflash_ops import data, deploy, doctor, source, status, sudo, train
 from dflash_ops.command import Command, Container, Host, Local, Place, Result, Sudo, line, pct
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, PreflightError
 from dflash_ops.gate import Gate
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.sandbox.users import SUDOERS, SUDOERS_TEXT
 from dflash_ops.shell import Shell

@@ -21,11 +21,12 @@ from in_process import InProcess
 from proxy import Proxy
 from stand_in import retry_until
 
-from dflash_ops import gpus, runs, status, stops, train
+from dflash_ops import gpus, run_request, runs, status, stops, train
 from dflash_ops.command import Command, Container, Result
 from dflash_ops.errors import BusyError, NotFoundError, OpsError, TimedOutError
 from dflash_ops.remote import bundle
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.sandbox.state import SandboxState
 from dflash_ops.shell import Shell
 
@@ -221,7 +222,7 @@ def test_a_secret_goes_nowhere_but_to_the_trainer(place: Container, cli: Cli, tm
 
 def test_no_tmux(sandbox: SandboxState, place: Container, shell: Shell) -> None:
     # `which` finds tmux by PATH, which the start command says itself: a container without it is one with another PATH.
-    command = runs.start_command(place, StartRequest("a", "", "mine.toml"), runs.new_run_id("a"))
+    command = run_request.start_command(place, StartRequest("a", "", "mine.toml"), run_request.new_run_id("a"))
     result = shell.run(place, replace(command, env={"PATH": "/nowhere"}))
     assert result.code == 6
     assert b"no tmux" in result.out

@@ -29,7 +29,8 @@ from dflash_ops.cli import app
 from dflash_ops.command import Container
 from dflash_ops.errors import NotFoundError, OpsError, PreflightError, UsageFault
 from dflash_ops.remote import curves
-from dflash_ops.runs import RunState, StartRequest
+from dflash_ops.run_request import StartRequest
+from dflash_ops.runs import RunState
 from dflash_ops.shell import Shell
 from trainer.records import StepRecord
 

@@ -22,7 +22,7 @@ from dflash_ops import data, many, ssh, ssh_link, terminal, train
 from dflash_ops.command import Container, Host
 from dflash_ops.errors import LinkLostError, OpsError, UnreachableError
 from dflash_ops.progress import Progress
-from dflash_ops.runs import StartRequest
+from dflash_ops.run_request import StartRequest
 from dflash_ops.shell import Shell
 
 HOST = Host("h", "localhost")
