@@ -119,7 +119,7 @@ class Counted:
 def counted(draft: DraftConfig, rows: RowBatch) -> Counted:
     """Of a step's batch with cross-entropy. The target's layers are taken to be of the drafter's sizes.
 
-    As learner.step_flops, but attention by what these documents and anchors really see; the target's is causal, and its
+    As flops.step_flops, but attention by what these documents and anchors really see; the target's is causal, and its
     layers end with the last captured one. Recomputing counts nothing.
     """
     hidden, wide = draft.hidden_size, draft.num_heads * draft.head_dim

@@ -26,7 +26,7 @@ from trainer.config import TrainConfig
 from trainer.data import Cursor, Prepared, Rows
 from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig, default_target_layer_ids
-from trainer.learner import soft_target_cost
+from trainer.flops import soft_target_cost
 from trainer.origin import Origin, changes_since
 from trainer.overlap import overlap
 from trainer.prepare import check_path, prepared_data

@@ -19,7 +19,8 @@ from trainer.draft import DraftModel
 from trainer.draft_config import DraftConfig
 from trainer.features import FeatureBatch, RowBatch
 from trainer.feed import row_batch
-from trainer.learner import Figures, Learner, features_of, soft_target_cost, step_flops
+from trainer.flops import soft_target_cost, step_flops
+from trainer.learner import Figures, Learner, features_of
 from trainer.loss import Objective, Weighting, chunk_loss
 from trainer.optim import make_optimizer
 from trainer.target import TargetModel, load_target
