@@ -222,10 +222,10 @@ def test_the_mean_over_anchors_is_the_walk_s_up_to_the_cap_at_an_answer_s_end() 
 # --- by heart ---
 
 
-@pytest.mark.parametrize(("block", "limit", "half", "count"), [(8, 41, 60, 8), (16, 33, 0, 3)])
-def test_what_is_learned_by_heart_is_accepted_whole(block: int, limit: int, half: int, count: int) -> None:
+@pytest.mark.parametrize(("block", "limit", "steps", "half", "count"), [(8, 41, 100, 60, 8), (16, 33, 110, 0, 4)])
+def test_what_is_learned_by_heart_is_accepted_whole(block: int, limit: int, steps: int, half: int, count: int) -> None:
     """Above 0.9 x block: by the walk, and by the decoding loop from the prompts alone."""
-    _, done = learned(block=block, limit=limit, steps=100, half=half, count=count)
+    _, done = learned(block=block, limit=limit, steps=steps, half=half, count=count)
     measured = done.measure_all(done.rows)
     walked = summarise(measured.answers())
     assert walked.macro > 0.9 * block and walked.micro > 0.9 * block
