@@ -165,7 +165,8 @@ def _execute(name: str, words: list[bytes], environment: dict[bytes, bytes]) -> 
     places = [program] if b"/" in program else [os.path.join(folder, program) for folder in search]
     errors: list[OSError] = []
     if not program:
-        places, errors = [], [FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))]
+        places = []
+        errors.append(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
     for place in places:
         try:
             os.execve(place, words, environment)
