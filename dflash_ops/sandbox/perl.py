@@ -78,7 +78,11 @@ class ConfigLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.write(2, b"trying to acquire lock...")
-            self._wait()
+            try:
+                self._wait()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
             os.write(2, b" OK\n")
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +100,6 @@ class ConfigLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except TimeoutError:
-            os.close(self._descriptor)
             raise Failure(f"can't lock file '{self._path}' - got timeout", 4) from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -7,6 +7,7 @@ where the product is not asked it proves nothing.
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import stand_in
 from stand_in import retry_until
 
 from dflash_ops.command import Container, Host
+
+_RUN_ID = re.compile(r".+-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
 def folder_of(container: Container) -> Path:
@@ -81,7 +84,8 @@ def left_by_deploys(container: Container) -> list[str]:
 
 def _left_by_deploys(container: Container) -> list[str]:
     folder, host = folder_of(container), container.host
-    found = [*(folder / "incoming").rglob("*"), *(folder / "releases").glob("*.tmp-*"), *folder.glob(".current-*")]
+    found = [Path(at, name) for at, names, files in os.walk(folder / "incoming") for name in (*names, *files)]
+    found += [*(folder / "releases").glob("*.tmp-*"), *folder.glob(".current-*")]
     found += folder_of_host(host).glob("var/tmp/dflash-ops-stage-*")
     lines = [b" ".join(words) for place in (container, host) for words in processes_of(place)]
     push = f"pct push {container.vmid} ".encode()
@@ -109,7 +113,8 @@ def wait_for_log(container: Container, run_id: str, words: bytes = b"step") -> N
 def end_runs(container: Container) -> None:
     """SIGKILL to whatever lives of the container's runs, their supervisors and windows too."""
     with contextlib.suppress(FileNotFoundError):
-        names = [it.name.encode() for it in (folder_of(container) / "runs").iterdir()]
+        found = (it.name for it in (folder_of(container) / "runs").iterdir())
+        names = [name.encode() for name in found if _RUN_ID.fullmatch(name)]
         retry_until(lambda: not _killed(names))
 
 

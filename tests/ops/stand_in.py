@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -168,30 +167,24 @@ def call(verb: str, parameters: dict[str, Any], *, prefix: tuple[str, ...] = ())
 def _call_forked(verb: str, parameters: dict[str, Any]) -> subprocess.CompletedProcess[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = get_context("forkserver").Process(
-            target=_become, args=(verb, parameters, str(out), str(err), str(Path.cwd()), dict(os.environ))
-        )
-        process.start()
-        process.join(100)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        code = process.exitcode
-        process.close()
-        return subprocess.CompletedProcess((verb,), code or 0, out.read_bytes(), err.read_bytes())
+        for file in (out, err):
+            file.touch()
+        with forked.Forked(_become, verb, parameters, str(out), str(err), str(Path.cwd()), dict(os.environ)) as process:
+            code = process.code(100)
+        if code is None:
+            raise subprocess.TimeoutExpired(verb, 100, out.read_bytes(), err.read_bytes())
+        return subprocess.CompletedProcess((verb,), code, out.read_bytes(), err.read_bytes())
 
 
 def _become(verb: str, parameters: dict[str, Any], out: str, err: str, cwd: str, environment: dict[str, str]) -> None:
     """In the new process: what `bundle` does on the box."""
+    forked.settle(cwd, environment)
     for descriptor, name in enumerate((os.devnull, out, err)):
-        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        opened = os.open(name, os.O_RDWR | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
     sys.argv = ["-c", verb]
     script: Any = importlib.import_module(f"dflash_ops.remote.{verb}")
     script.SOURCES = {name: bundle.source(name) for name in bundle.needs(verb)}

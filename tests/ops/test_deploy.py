@@ -210,6 +210,7 @@ def test_a_file_that_changes_meanwhile_is_read_once_more(shell: Shell, box: Box,
     else:
         with pytest.raises(SourceChanged, match=r"run\.sh"):
             verbs.deploy(shell, box.container, source, way=Changing())
+        assert left_by_deploys(box.container) == []
         assert [*folder_of(box.container).glob("releases/*")] == []
 
 
@@ -390,6 +391,6 @@ def test_a_push_that_lies_is_found_out(shell: Shell, box: Box, source: Source, b
         verbs.deploy(shell, box.container, source)
     assert isinstance(caught.value, VerificationError) or "pct push failed" in str(caught.value)
     bashrc("")
+    assert left_by_deploys(box.container) == []
     assert [it.name for it in (folder_of(box.container) / "releases").iterdir()] == [first.release]
     assert current_release(box.container) == first.release
-    assert [*(folder_of(box.container) / "incoming").iterdir()] == []

@@ -119,6 +119,7 @@ class Target:
         self.known |= listed
         current = current_release(self.container)
         assert current in listed
+        assert (folder_of(self.container) / "current").readlink() == Path("releases", current)
         verbs.rollback(self.door, self.container, current)  # it refuses what is not whole
         self.change()
         done = verbs.deploy(self.door, self.container, self.source)

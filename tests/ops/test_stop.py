@@ -68,8 +68,8 @@ ALONE = SHAPES[:2] + SHAPES[4:5]  # each is a part of others: with --soak
 
 
 def test_stops_leave_nothing(windowed: LocalBox, card: Path, soak: bool) -> None:
-    """100 of them: trainers that fork, double-fork, run away without an environment, are deaf, asleep, stopped, whose
-    supervisor was killed; each with a GPU that orphans inherit; beside a run that must not notice."""
+    """With --soak 100 of them: trainers that fork, double-fork, run away without an environment, are deaf, asleep,
+    stopped, whose supervisor was killed; each with a GPU that orphans inherit; beside a run that must not notice."""
     other = windowed.start("run-ab", "child = yes\nrunaway = yes\nstranger = yes")
     labels = ("trainer.pid", "child.pid", "runaway.pid", "stranger.pid")
     beside = [windowed.trainer(other, label) for label in labels]

@@ -17,10 +17,11 @@ from dflash_ops.shell import Shell
 LXC_ATTACH = '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n'
 
 
-def arrive(shell: Shell, place: Host | Container, numbers: list[int]) -> None:
-    """Each batch comes back as it was sent, with nothing beside it, and no word has done anything."""
+def arrive(shell: Shell, place: Host | Container, numbers: list[int], *, soak: bool) -> None:
+    """Each batch comes back as it was sent, with nothing beside it, and no word has done anything. soak: each in a
+    command of its own."""
     canary = Canary()
-    for together in commands(numbers):
+    for together in [[number] for number in numbers] if soak else commands(numbers):
         raw = [word for number in together for word in batch(number, canary)]
         result = shell.run(place, Command(("printf", "[%s]", *as_words(raw))))
         assert (result.out, result.err, result.code) == (b"".join(b"[%s]" % word for word in raw), b"", 0), together
@@ -55,16 +56,18 @@ def login_shell(shell: Shell, box: Host, user: str, program: str) -> Generator[N
 
 @pytest.mark.timeout(900)  # whole, on a busy machine
 @pytest.mark.parametrize("via", ["lxc-attach", "pct"])
-def test_10_000_words(via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]]) -> None:
+def test_10_000_words(
+    via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]], soak: bool
+) -> None:
     host = Host("box", sandbox.host, sandbox.port, sandbox.user, sandbox.key, sandbox.known_hosts)
     container = Container(host, 200, python="/usr/bin/python3", via=via)  # pyright: ignore[reportArgumentType]
-    arrive(shell, container, share(list(range(500))))
+    arrive(shell, container, share(list(range(500))), soak=soak)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("program", "via"), [("/usr/bin/fish", "lxc-attach"), ("/usr/bin/tcsh", "pct")])
 def test_words_through_sudo_and_an_odd_login_shell(
-    program: str, via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]]
+    program: str, via: str, sandbox: SandboxState, shell: Shell, share: Callable[[list[int]], list[int]], soak: bool
 ) -> None:
     need(program)
     root = Host("box", sandbox.host, sandbox.port, "root", sandbox.key, sandbox.known_hosts)
@@ -72,12 +75,12 @@ def test_words_through_sudo_and_an_odd_login_shell(
     container = Container(ops, 200, python="/usr/bin/python3", via=via)  # pyright: ignore[reportArgumentType]
     with login_shell(shell, root, "ops", program):
         assert shell.run(ops, Command(("sh", "-c", "echo $SHELL"))).out == f"{program}\n".encode()
-        arrive(shell, container, share(list(range(500, 560))))
+        arrive(shell, container, share(list(range(500, 560))), soak=soak)
 
 
 @pytest.mark.parametrize("program", ["/bin/bash", "/bin/dash", "/usr/bin/fish", "/bin/tcsh"])
 def test_words_through_openssh(
-    program: str, tmp_path: Path, shell: Shell, share: Callable[[list[int]], list[int]]
+    program: str, tmp_path: Path, shell: Shell, share: Callable[[list[int]], list[int]], soak: bool
 ) -> None:
     need(program)
     key = make_key(tmp_path / "id")
@@ -87,5 +90,5 @@ def test_words_through_openssh(
         attach.write_text(LXC_ATTACH)
         attach.chmod(0o755)
         host = server.host(key)
-        arrive(shell, host, share(list(range(600, 650))))
-        arrive(shell, Container(host, 200), share(list(range(650, 700))))
+        arrive(shell, host, share(list(range(600, 650))), soak=soak)
+        arrive(shell, Container(host, 200), share(list(range(650, 700))), soak=soak)

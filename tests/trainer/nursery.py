@@ -33,8 +33,11 @@ from trainer.threads import make_torch_thread_safe
 # What each would do first, of itself: a thousand regular expressions, and torch's own code compiled anew.
 get_checkpoint_conversion_mapping("llama")
 make_torch_thread_safe()
+end = time.monotonic() + 10
 while len(os.listdir("/proc/self/task")) > 1:  # the kernel has a thread that was joined a moment longer
     time.sleep(0.001)
+    if time.monotonic() > end:
+        sys.exit("a thread stays, beside which nothing can be forked")
 gc.freeze()  # a look for garbage would copy all that is shared
 
 def become(words, code, log, environment):
@@ -54,7 +57,7 @@ for line in sys.stdin:
         print(os.waitstatus_to_exitcode(os.waitpid(asked, 0)[1]), flush=True)
         continue
     child = os.fork()
-    if child == 0:  # no thread runs and torch has computed nothing, so there is nothing that a fork could break
+    if child == 0:  # no thread runs, and what torch computed, it did in threads that have ended
         os.setsid()
         become(*asked)
         sys.exit()

@@ -174,6 +174,19 @@ def test_what_is_not_right_is_a_fault(what: str, tmp_path: Path) -> None:
     assert told in "; ".join(all_faults(folder, probe, "hf"))
 
 
+@pytest.mark.parametrize(
+    ("program", "faults"),
+    [
+        ("print('a'); print('b'); raise SystemExit(1)", ["a", "b"]),
+        ("raise ValueError('c')", ["ValueError: c"]),
+        ("import os; os._exit(3)", ["no word"]),
+        ("print('a')", []),
+    ],
+)
+def test_a_process_tells_its_faults_or_how_it_died(program: str, faults: list[str]) -> None:
+    assert module._faults_of(["-c", program], os.environ) == faults
+
+
 # A process that forgets the trainer is as fresh as one that never knew it, and need not import transformers.
 ALONE = """
 import os, runpy, sys
@@ -201,6 +214,7 @@ def test_a_modelling_file_that_needs_the_trainer_is_found_by_the_fresh_process_a
         # The trainer's own process has nothing to find here.
         if words[1] == "trainer.readback":
             return []
+        assert words[0] == "-P"
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)

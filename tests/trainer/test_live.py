@@ -30,7 +30,7 @@ from trainer.train import train
 
 CPU = torch.device("cpu")
 STEPS = {"train__steps": 30, "train__checkpoint_every": 10, "train__keep": 9, "train__lr": 1e-2, "train__anchors": 16}
-DECODING = {"train__decode_every": 20, "train__decode_prompts": 3, "train__decode_tokens": 24}
+DECODING = {"train__decode_every": 10, "train__decode_prompts": 3, "train__decode_tokens": 24}
 FIELDS = {"decoded_accept", "decoded_accept_micro", "decoded_histogram"}
 
 
@@ -57,7 +57,7 @@ def own_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoded_run(own_answers: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A training that decodes after steps 20 and 30; tests only read it."""
+    """A training that decodes after steps 10, 20 and 30; tests only read it."""
     run, lines = tmp_path_factory.mktemp("decoded"), list[str]()
     train(config_of(own_answers, **STEPS, **DECODING), run, say=lines.append)
     return run, lines
@@ -72,7 +72,7 @@ def test_a_training_that_decodes_is_the_same_training(
 ) -> None:
     run, _ = decoded_run
     train(config_of(own_answers, **STEPS), tmp_path, say=silent)
-    assert [r.step for r in metrics_of(run) if r.decoded_accept is not None] == [20, 30]
+    assert [r.step for r in metrics_of(run) if r.decoded_accept is not None] == [10, 20, 30]
     assert without_decoding(metrics_of(run)) == without_decoding(metrics_of(tmp_path))
     for step in (10, 20, 30):
         assert_same_weights(run, tmp_path, step)
@@ -95,7 +95,7 @@ def test_what_is_recorded_is_what_the_checkpoint_s_drafter_does(
     run, lines = decoded_run
     target = load_target(own_answers / "target")
     rows = [json.loads(line) for line in (own_answers / "heldout.jsonl").read_text().splitlines()[:3]]
-    for record in (record for record in metrics_of(run) if record.step in (20, 30)):
+    for record in (record for record in metrics_of(run) if record.step in (10, 20, 30)):
         drafter, _ = load_drafter(run / f"checkpoints/step-{record.step:08d}", "cpu", torch.float32)
         answers: list[list[int]] = []
         for row in rows:
@@ -117,6 +117,7 @@ def test_what_is_recorded_is_what_the_checkpoint_s_drafter_does(
 def test_the_best_checkpoint_is_the_one_that_decodes_best(decoded_run: tuple[Path, list[str]]) -> None:
     run, _ = decoded_run
     scores = {r.step: r.decoded_accept for r in metrics_of(run) if r.decoded_accept is not None}
+    assert len(set(scores.values())) > 1
     step = max(scores, key=lambda each: (scores[each], -each))
     best = json.loads((run / "checkpoints/best.json").read_text())
     assert (best["name"], best["score"], best["measured"]) == (f"step-{step:08d}", scores[step], "decoded")
